@@ -1,0 +1,164 @@
+"""What runs: the agent program, and the record of what it sampled.
+
+An agent is a class named `Agent` in a file of the user's, given by --agent. An `Env` is the simplest kind: the policy speaks,
+the environment answers, as in Gymnasium. The `Agent` at the end of this file is the default, a calculator game to copy and edit.
+A run of an agent on one prompt is a rollout; what the policy sampled in it is kept as `Segment`s, one training row each.
+
+This module knows nothing of models, engines or servers. It imports numpy only, so that an agent can be tried by hand:
+
+    python agent.py "What is 17+25-8?"        # play the default game yourself
+"""
+
+import hashlib
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Task:
+    """What an agent is asked to do: one data row, as one rollout sees it."""
+
+    messages: list[dict]  # the prompt as chat messages
+    label: Any = None  # the row's label, for the reward
+    row: dict = field(default_factory=dict)  # the whole data row
+    seed: int = 0  # differs between rollouts, the same when a run is repeated
+
+
+@dataclass
+class Result:
+    """What a rollout earned. `reward` is the sum of the steps' rewards; named `rewards` and `info` go into the metrics."""
+
+    reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    info: dict[str, float] = field(default_factory=dict)
+    truncated: bool = False  # ended by a limit (turns, context, tokens) and not by the agent
+
+
+class Env:
+    """A multi-turn environment. `reset` and `step` may be coroutines; one object plays one rollout."""
+
+    def reset(self, task: Task) -> list[dict]:
+        """Start an episode and return the first chat messages."""
+        return task.messages
+
+    def step(self, reply: str) -> tuple[str | list[dict] | None, float, bool, dict]:
+        """Answer one reply of the policy.
+
+        Returns (observation, reward, done, info): the observation is a user message's text or a list of chat messages, the
+        reward a finite number that counts for this turn, info a dict of numbers; info["rewards"] may name partial rewards.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+
+@dataclass
+class Segment:
+    """One unbroken token-exact sequence of a rollout: one training row. T = number of tokens, L = MoE layers, K = top-k.
+
+    Every per-token field is aligned with `tokens`: entry t speaks of tokens[t]. The shift by one between a token and the
+    position that predicts it happens once, in replay.py.
+    """
+
+    tokens: np.ndarray  # int32 [T], ids exactly as the engine received or sampled them
+    mask: np.ndarray  # bool [T], True where the policy sampled this token and this row owns it
+    logprobs: np.ndarray  # float32 [T], behaviour log-probs after temperature; 0.0 where mask is False
+    versions: np.ndarray  # int32 [T], policy version that sampled the token; -1 where mask is False
+    experts: np.ndarray | None = None  # uint8 or uint16 [T, L, K], experts chosen when tokens[t] was the input
+    experts_ok: np.ndarray | None = None  # bool [T], False where no row was captured, as for a last token never fed back
+    replies: list[tuple[int, int, bytes]] = field(default_factory=list)  # (start, end, digest) of each engine reply
+    group_id: int = -1
+    rollout_id: int = -1
+    reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    info: dict[str, float] = field(default_factory=dict)
+    truncated: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, limit: int) -> "Segment":
+        """Drop whole replies from the end until at most `limit` tokens are left. The only place where a row is shortened."""
+        if len(self) <= limit:
+            return self
+        self.replies = [r for r in self.replies if r[1] <= limit]
+        end = self.replies[-1][1] if self.replies else 0
+        for name in ("tokens", "mask", "logprobs", "versions", "experts", "experts_ok"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, value[:end])
+        if self.experts_ok is not None and end:
+            self.experts_ok[-1] = False  # the last token of a row is never an input
+        self.truncated = True
+        return self
+
+
+def digest(prompt: np.ndarray, reply: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> bytes:
+    """16 bytes that name one engine reply: what it saw [P], what it sampled [N], with which log-probs [N], under which
+    versions [N]. The engine computes it, replay.py computes it again from the packed batch just before the forward."""
+    h = hashlib.blake2b(digest_size=16)
+    for array, dtype in ((prompt, np.int32), (reply, np.int32), (logprobs, np.float32), (versions, np.int32)):
+        h.update(len(array).to_bytes(8, "little"))
+        h.update(np.ascontiguousarray(array, dtype).tobytes())
+    return h.digest()
+
+
+def load_agent(path: str) -> type:
+    """The class `Agent` of the file at `path`; imports of files beside it work.
+
+    Raises FileNotFoundError when there is no such file and AttributeError when it exports no class `Agent`.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"--agent {path}: there is no such file")
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    if file == Path(__file__).resolve():
+        return Agent
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses and pickle look a class's module up by name
+    spec.loader.exec_module(module)
+    if not isinstance(getattr(module, "Agent", None), type):
+        raise AttributeError(f"--agent {path}: the file has no class named Agent; define one, or import one under that name")
+    return module.Agent
+
+
+CALL = re.compile(r"<calc>\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*</calc>")
+ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>")
+
+
+class Agent(Env):
+    """The default agent: a calculator game of two to four turns.
+
+    The prompt asks for a sum of two or three numbers. The policy calls a pocket calculator, one operation a call, as
+    <calc>17+25</calc>; the environment answers with the number; the policy ends with <answer>34</answer>. Reward 1 for the
+    right number. A reply that is neither gets a hint, and no reward.
+    """
+
+    def reset(self, task: Task) -> list[dict]:
+        self.label, self.calls = int(task.label), 0
+        return task.messages
+
+    def step(self, reply: str) -> tuple[str | None, float, bool, dict]:
+        if answer := ANSWER.search(reply):
+            return None, float(int(answer[1]) == self.label), True, {"calls": self.calls}
+        if call := CALL.search(reply):
+            a, op, b = int(call[1]), call[2], int(call[3])
+            self.calls += 1
+            return str({"+": a + b, "-": a - b, "*": a * b}[op]), 0.0, False, {"calls": self.calls}
+        return "Use <calc>1+2</calc> or <answer>3</answer>.", 0.0, False, {"calls": self.calls}
+
+
+if __name__ == "__main__":
+    question = sys.argv[1] if len(sys.argv) > 1 else "What is 17+25-8?"
+    env, done = Agent(), False
+    print(env.reset(Task([{"role": "user", "content": question}], label=eval(re.sub(r"[^-+*\d]", "", question))))[0]["content"])
+    while not done:
+        observation, reward, done, info = env.step(input("> "))
+        print(observation if not done else f"reward {reward}, {info}")
