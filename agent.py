@@ -20,6 +20,13 @@ from typing import Any
 import numpy as np
 
 
+class InvariantError(RuntimeError):
+    """A property that makes an update valid does not hold: token identity, policy version, forward consistency or refit.
+
+    The message begins with the name of the invariant; the run stops with exit code 3 before the batch is trained on.
+    """
+
+
 @dataclass
 class Task:
     """What an agent is asked to do: one data row, as one rollout sees it."""
@@ -70,7 +77,9 @@ class Segment:
     logprobs: np.ndarray  # float32 [T], behaviour log-probs after temperature; 0.0 where mask is False
     versions: np.ndarray  # int32 [T], policy version that sampled the token; -1 where mask is False
     experts: np.ndarray | None = None  # uint8 or uint16 [T, L, K], experts chosen when tokens[t] was the input
-    experts_ok: np.ndarray | None = None  # bool [T], False where no row was captured, as for a last token never fed back
+    experts_ok: np.ndarray | None = (
+        None  # bool [T], False where no row was captured, as for a last token never fed back
+    )
     replies: list[tuple[int, int, bytes]] = field(default_factory=list)  # (start, end, digest) of each engine reply
     group_id: int = -1
     rollout_id: int = -1
@@ -125,7 +134,9 @@ def load_agent(path: str) -> type:
     sys.modules[file.stem] = module  # dataclasses and pickle look a class's module up by name
     spec.loader.exec_module(module)
     if not isinstance(getattr(module, "Agent", None), type):
-        raise AttributeError(f"--agent {path}: the file has no class named Agent; define one, or import one under that name")
+        raise AttributeError(
+            f"--agent {path}: the file has no class named Agent; define one, or import one under that name"
+        )
     return module.Agent
 
 
@@ -158,7 +169,11 @@ class Agent(Env):
 if __name__ == "__main__":
     question = sys.argv[1] if len(sys.argv) > 1 else "What is 17+25-8?"
     env, done = Agent(), False
-    print(env.reset(Task([{"role": "user", "content": question}], label=eval(re.sub(r"[^-+*\d]", "", question))))[0]["content"])
+    print(
+        env.reset(Task([{"role": "user", "content": question}], label=eval(re.sub(r"[^-+*\d]", "", question))))[0][
+            "content"
+        ]
+    )
     while not done:
         observation, reward, done, info = env.step(input("> "))
         print(observation if not done else f"reward {reward}, {info}")

@@ -1,0 +1,227 @@
+"""The molt: the trainer's weights go into the engines, versioned, in buckets, verified.
+
+Trainer rank 0 and every engine worker (tensor-parallel ranks too) share one broadcast group, gloo on CPU and nccl on GPU, on a
+port that the system chose. A refit pauses the engines, sends buckets of named tensors under their Hugging Face names, compares
+what each worker handed to its loader with what was sent, and only then moves the version. Each bucket carries a checksum.
+A failure raises `InvariantError` and leaves the engines paused, so no token is sampled from half-updated weights.
+
+The probe, the first request after a refit, is in train.py, since it needs the trainer's forward. Nothing here knows of rollouts.
+
+    pytest tests/test_refit.py
+"""
+
+import sys
+import time
+from datetime import timedelta
+
+import ray
+import torch
+import torch.distributed as dist
+
+from agent import InvariantError
+
+TIMEOUT = timedelta(seconds=120)
+ALIGN = 16  # bytes; a view of another dtype needs an aligned start
+
+
+def group(host: str, port: int, rank: int, world: int, device: str, store=None):
+    """The refit group; rank 0 is the trainer and owns the store."""
+    store = store or dist.TCPStore(host, port, world, is_master=False, timeout=TIMEOUT)
+    store = dist.PrefixStore("refit", store)
+    if device == "cpu":
+        return dist.ProcessGroupGloo(store, rank, world, TIMEOUT)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+def broadcast(pg, flat: torch.Tensor) -> None:
+    """Send `flat` from rank 0 to all, in place. Blocks."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    pg.broadcast([flat], options).wait()
+
+
+def checksum(flat: torch.Tensor) -> int:
+    """A position-dependent 64-bit sum of a bucket (uint8, a multiple of 4 bytes), on whatever device it lies."""
+    words, total = flat.view(torch.int32), 0
+    for i, part in enumerate(words.split(1 << 24)):  # bounds the int64 copy to 128 MiB
+        position = torch.arange(len(part), device=part.device) % 65521 + 1 + i
+        total += int((part.long() * position).sum())
+    return total & (1 << 64) - 1
+
+
+def offsets(dtypes: list[str], shapes: list[list[int]]) -> tuple[list[tuple[int, int]], int]:
+    """(start, end) in bytes of each tensor of a bucket, and the bucket's size. Both sides compute it."""
+    spans, at = [], 0
+    for dtype, shape in zip(dtypes, shapes):
+        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        spans.append((at, at + size))
+        at += -(-size // ALIGN) * ALIGN
+    return spans, at
+
+
+def hf_tensors(model, dtype: torch.dtype):
+    """Yield (Hugging Face name, full tensor in `dtype`) of every parameter; a tied head is a parameter only once.
+
+    Gathering a sharded parameter is a collective: every trainer rank iterates, in the same order.
+    """
+    adapter = getattr(model, "state_dict_adapter", None)
+    for name, p in model.named_parameters():
+        full = (p.full_tensor() if isinstance(p, dist.tensor.DTensor) else p).detach()
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        for hf_name, tensor in adapter.convert_single_tensor_to_hf(name, full) if adapter else [(name, full)]:
+            yield hf_name, tensor.to(dtype)
+
+
+def buckets(tensors, limit: int):
+    """Group (name, tensor) pairs into lists of at most `limit` bytes (a larger tensor has its own)."""
+    bucket, size = [], 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def pack(bucket: list) -> tuple[torch.Tensor, dict]:
+    """One bucket as (flat uint8 tensor, the description that the workers unpack it by)."""
+    meta = {
+        "names": [name for name, _ in bucket],
+        "dtypes": [str(t.dtype).removeprefix("torch.") for _, t in bucket],
+        "shapes": [list(t.shape) for _, t in bucket],
+    }
+    spans, size = offsets(meta["dtypes"], meta["shapes"])
+    flat = torch.zeros(size, dtype=torch.uint8, device=bucket[0][1].device)
+    for (start, end), (_, tensor) in zip(spans, bucket):
+        flat[start:end] = tensor.contiguous().flatten().view(torch.uint8)
+    return flat, meta | {"checksum": checksum(flat)}
+
+
+class Refit:
+    """The trainer's side. Every rank calls it; only rank 0 has engines and the group."""
+
+    def __init__(
+        self, model, engines: list, engine_tp: int, dtype: torch.dtype, bucket_mb: int, host: str = "127.0.0.1"
+    ):
+        self.model, self.engines, self.dtype, self.limit = model, engines, dtype, bucket_mb << 20
+        if not engines:
+            return
+        device = next(model.parameters()).device.type
+        world = 1 + len(engines) * engine_tp
+        store = dist.TCPStore(host, 0, world, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        joins = [e.join.remote(host, store.port, 1 + i * engine_tp, world, device) for i, e in enumerate(engines)]
+        self.group = group(host, store.port, 0, world, device, store)
+        ray.get(joins)
+
+    def __call__(self, version: int) -> dict[str, float]:
+        """Send all weights and move the engines to `version`, still closed to requests; returns the refit/… metrics.
+
+        Raises InvariantError when a worker received or loaded something else than what was sent.
+        """
+        start, sent, pending = time.perf_counter(), [], []
+        if self.engines:
+            ray.get([e.pause.remote() for e in self.engines])
+        for bucket in buckets(hf_tensors(self.model, self.dtype), self.limit):
+            if self.engines:
+                flat, meta = pack(bucket)
+                ray.get(pending)  # the previous bucket was loaded while this one was gathered
+                pending = [e.receive.remote(meta) for e in self.engines]
+                broadcast(self.group, flat)
+                sent.append((len(bucket), flat.numel(), meta["checksum"]))
+        if not self.engines:
+            return {}
+        ray.get(pending)
+        self.verify(sent, ray.get([e.finish.remote() for e in self.engines]))
+        ray.get([e.resume.remote(version) for e in self.engines])
+        seconds = time.perf_counter() - start
+        return {"refit/seconds": seconds, "refit/gb_per_s": sum(n for _, n, _ in sent) / seconds / 1e9}
+
+    def verify(self, sent: list, reports: list) -> None:
+        """Compare what was sent with what each worker of each engine handed to its loader."""
+        want = [sum(n for n, _, _ in sent), sum(c for _, _, c in sent) & (1 << 64) - 1]
+        for i, workers in enumerate(reports):
+            for rank, got in enumerate(workers):
+                if list(got) != want:
+                    raise InvariantError(
+                        f"refit: engine {i} worker {rank} loaded {got[0]} tensors with checksum {got[1]:x}, "
+                        f"sent were {want[0]} with {want[1]:x}; the engines stay paused"
+                    )
+
+
+if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm, which takes 15 s
+    from dataclasses import dataclass
+
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class Init(WeightTransferInitInfo):
+        host: str
+        port: int
+        rank: int  # of the engine's first worker
+        world: int
+        device: str
+
+    @dataclass
+    class Bucket(WeightTransferUpdateInfo):
+        names: list[str]
+        dtypes: list[str]
+        shapes: list[list[int]]
+        checksum: int
+
+    class Transport(WeightTransferEngine):
+        """The worker's side, on vLLM's own seam."""
+
+        init_info_cls, update_info_cls = Init, Bucket
+
+        def init_transfer_engine(self, init: Init) -> None:
+            rank = init.rank + self.parallel_config.rank
+            self.group = group(init.host, init.port, rank, init.world, init.device)
+
+        def start_weight_update(self) -> None:
+            for module in self.model.modules():
+                method = getattr(module, "quant_method", None)
+                if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None  # else vLLM 0.30 does not repack MoE experts on CPU, without a word
+            initialize_layerwise_reload(self.model)
+            self.loaded = [0, 0]  # tensors handed to the loader, sum of their buckets' checksums
+
+        def receive_weights(self, bucket: Bucket) -> None:
+            spans, size = offsets(bucket.dtypes, bucket.shapes)
+            flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+            broadcast(self.group, flat)
+            if (got := checksum(flat)) != bucket.checksum:
+                raise RuntimeError(f"refit: a bucket arrived with checksum {got:x} instead of {bucket.checksum:x}")
+            self.load(bucket, flat, spans)
+
+        def load(self, bucket: Bucket, flat: torch.Tensor, spans: list) -> None:
+            def tensors():
+                for name, dtype, shape, (start, end) in zip(bucket.names, bucket.dtypes, bucket.shapes, spans):
+                    self.loaded[0] += 1
+                    yield name, flat[start:end].view(getattr(torch, dtype)).view(shape)
+
+            self.model.load_weights(tensors())
+            self.loaded[1] = (self.loaded[1] + checksum(flat)) & (1 << 64) - 1
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    class WorkerExtension:
+        """Named in worker_extension_cls, so that each worker imports this module and has the methods below."""
+
+        def refit_report(self) -> list[int]:
+            return self.weight_transfer_engine.loaded
+
+    WeightTransferEngineFactory.register_engine("instar", Transport)

@@ -1,0 +1,235 @@
+"""Re-run: segments -> micro-batches -> the FSDP2 forward, with the same tokens and the same experts.
+
+Rows are padded on the right, so causal attention needs no mask and rows cannot leak into each other. Everything stays aligned
+with `tokens`; the shift between a token and the position that predicts it happens once, in `forward`. The head computes
+log-probs in chunks, only where a token is trained, so the logits of a batch never exist at once. For a mixture of experts the
+engine's choices are replayed in the forward and in its recompute. Nothing here knows of engines, rewards or losses.
+
+    pytest tests/test_replay.py
+"""
+
+import contextlib
+import re
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from agent import InvariantError, Segment, digest
+
+CHUNK = 1 << 25  # logits that exist at once, in numbers: 128 MiB in fp32
+
+
+@dataclass
+class MicroBatch:
+    """Rows of one forward, padded on the right. B rows, T tokens, L layers, K = top-k."""
+
+    rows: list[int]  # which of the rank's rows these are
+    tokens: torch.Tensor  # int64 [B, T]
+    mask: torch.Tensor  # bool [B, T], trained tokens
+    behaviour_logprobs: torch.Tensor  # float32 [B, T]
+    versions: torch.Tensor  # int32 [B, T]
+    padding: torch.Tensor  # bool [B, T], True past a row's end
+    experts: torch.Tensor | None  # int16 [B, T, L, K], -1 where nothing was captured
+
+    def to(self, device) -> "MicroBatch":
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), torch.Tensor):
+                setattr(self, f.name, value.to(device, non_blocking=True))
+        return self
+
+
+def plan(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """Deal rows to ranks as micro-batches: [rank][micro-batch][row index].
+
+    A micro-batch holds at most `budget` tokens, padding included. Rows of like length go together, ranks get like totals and
+    the same number of micro-batches (empty ones fill up), since FSDP would hang otherwise. Raises ValueError for a row that
+    is longer than the budget.
+    """
+    if lengths and max(lengths) > budget:
+        raise ValueError(f"a row of {max(lengths)} tokens exceeds --tokens_per_microbatch {budget}")
+    share = max(max(lengths, default=0), -(-sum(lengths) // ranks))  # do not leave ranks idle for want of micro-batches
+    micros = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if micros and (len(micros[-1]) + 1) * lengths[micros[-1][0]] <= min(budget, share):
+            micros[-1].append(i)
+        else:
+            micros.append([i])
+    dealt, loads = [[] for _ in range(ranks)], [0] * ranks
+    for micro in sorted(micros, key=lambda m: -len(m) * lengths[m[0]]):
+        rank = min(range(ranks), key=lambda r: (loads[r], len(dealt[r])))
+        dealt[rank].append(micro)
+        loads[rank] += len(micro) * lengths[micro[0]]
+    most = max(len(d) for d in dealt)
+    return [d + [[]] * (most - len(d)) for d in dealt]
+
+
+def pack(segments: list[Segment], rows: list[int]) -> MicroBatch:
+    """Pad `rows` of `segments` into one micro-batch on the CPU. No rows give one dummy row that trains nothing."""
+    picked = [segments[i] for i in rows]
+    shape = (
+        max(1, len(picked)),
+        max([2, *map(len, picked)]),
+    )  # two tokens at least: one to predict from, one to predict
+    out = MicroBatch(
+        rows,
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.bool),
+        torch.zeros(shape),
+        torch.full(shape, -1, dtype=torch.int32),
+        torch.full(shape, bool(picked)),
+        None,
+    )
+    with_experts = next((s.experts for s in picked if s.experts is not None), None)
+    if with_experts is not None:
+        out.experts = torch.full((*shape, *with_experts.shape[1:]), -1, dtype=torch.int16)
+    for b, s in enumerate(picked):
+        t = len(s)
+        out.tokens[b, :t] = torch.from_numpy(s.tokens.astype(np.int64))
+        out.mask[b, :t] = torch.from_numpy(s.mask)
+        out.behaviour_logprobs[b, :t] = torch.from_numpy(s.logprobs)
+        out.versions[b, :t] = torch.from_numpy(s.versions)
+        out.padding[b, :t] = False
+        if s.experts is not None:
+            experts = torch.from_numpy(s.experts.astype(np.int16))
+            out.experts[b, :t] = experts.masked_fill(~torch.from_numpy(s.experts_ok)[:, None, None], -1)
+    return out
+
+
+def check_identity(micro: MicroBatch, segments: list[Segment]) -> int:
+    """Recompute each reply's digest from the packed tensors; returns how many tokens were checked.
+
+    Raises InvariantError when a digest differs or when the mask is not exactly the union of the replies.
+    """
+    for b, row in enumerate(micro.rows):
+        tokens, logprobs, versions = (x[b].numpy() for x in (micro.tokens, micro.behaviour_logprobs, micro.versions))
+        sampled = np.zeros(len(tokens), bool)
+        for i, (start, end, mark) in enumerate(segments[row].replies):
+            sampled[start:end] = True
+            if digest(tokens[:start], tokens[start:end], logprobs[start:end], versions[start:end]) != mark:
+                raise InvariantError(
+                    f"token identity: reply {i} of rollout {segments[row].rollout_id} (tokens {start} to {end}) is not what the "
+                    "engine sampled: its ids, log-probs or versions changed on the way (tokens/digest_mismatch)"
+                )
+        if (sampled != micro.mask[b].numpy()).any():
+            raise InvariantError(
+                f"token identity: the mask of rollout {segments[row].rollout_id} is not where the engine sampled"
+            )
+    return int(micro.mask.sum())
+
+
+class Head:
+    """Stands in for the forward of `lm_head`: hidden states in, (log-prob, entropy) of the selected targets out.
+
+    Being called in the head's place inside the model's own forward, it sees the gathered weight under FSDP2, tied or not.
+    """
+
+    def __init__(self, lm_head: torch.nn.Module):
+        self.linear, self.temperature = lm_head, 1.0
+        self.where = self.targets = None  # bool [B, T], int64 [N]
+        lm_head.forward = self
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [B, T, H] -> [N, 2] float32."""
+        picked = hidden[self.where]  # [N, H]
+        size = max(1, CHUNK // self.linear.weight.shape[0])
+        parts = zip(picked.split(size), self.targets.split(size))
+        if torch.is_grad_enabled():  # the logits of a chunk are computed again in backward, not kept
+            return torch.cat([checkpoint(self.chunk, h, t, use_reentrant=False) for h, t in parts])
+        return torch.cat([self.chunk(h, t) for h, t in parts])
+
+    def chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """hidden [n, H], targets [n] -> [n, 2]: log-softmax of logits / temperature at the target, and its entropy."""
+        logits = F.linear(hidden, self.linear.weight, self.linear.bias).float() / self.temperature  # [n, V]
+        normaliser = logits.logsumexp(-1)  # [n]
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser  # [n]
+        with torch.no_grad():
+            entropy = normaliser - (torch.exp(logits - normaliser[:, None]) * logits).sum(-1)  # [n]
+        return torch.stack([logprobs, entropy], -1)
+
+
+class Router:
+    """Stands in for AutoModel's RouterReplay in one MoE gate: the engine's choice where there is one, else the live choice."""
+
+    def __init__(self, layer: int):
+        self.layer, self.target, self.counted = layer, None, None
+        self.agree = self.total = 0
+
+    def apply(self, live: torch.Tensor) -> torch.Tensor:
+        """live [N, K]: the gate's own top-k -> the experts to use [N, K]."""
+        if self.target is None:
+            return live
+        if self.counted is not None:
+            same = (live.sort(-1).values == self.target.sort(-1).values).all(-1)  # [N]
+            self.agree += int((same & self.counted).sum())
+            self.total += int(self.counted.sum())
+        return torch.where(self.target < 0, live, self.target.to(live.dtype))
+
+
+class Replay:
+    """The trainer's model, ready to score segments. One Head, and one Router per MoE layer."""
+
+    def __init__(self, model: torch.nn.Module, temperature: float):
+        self.model, self.temperature, self.head = model, temperature, Head(model.get_output_embeddings())
+        self.routers = []
+        for name, module in model.named_modules():
+            if getattr(module, "router_replay", None) is not None:
+                module.router_replay = Router(int(re.search(r"layers\.(\d+)\.", name)[1]))
+                self.routers.append(module.router_replay)
+
+    @contextlib.contextmanager
+    def experts(self, micro: MicroBatch, counted: torch.Tensor | None = None):
+        """Replay the micro-batch's experts until the block ends: it must stay open through backward, whose recompute has to
+        route the same way. counted: bool [B, T], inputs on which the live choice is compared with the replayed one."""
+        for r in self.routers:
+            if micro.experts is not None:
+                r.target = micro.experts[:, :, r.layer].flatten(0, 1).long()  # [B * T, K]
+                r.counted = None if counted is None else (counted.flatten() & (r.target >= 0).all(-1))
+        try:
+            yield
+        finally:
+            for r in self.routers:
+                r.target = r.counted = None
+
+    def expert_metrics(self, micro: MicroBatch) -> dict:
+        """experts/replayed (share of token-layers), experts/agreement (since the last call), experts/missing (sampled tokens
+        that were an input but have no row). Empty for a dense model or without rows."""
+        if micro.experts is None or not self.routers:
+            return {}
+        layers = [r.layer for r in self.routers]
+        inputs = ~micro.padding
+        inputs[:, :-1] &= ~micro.padding[:, 1:]  # a row's last token is never an input that predicts
+        inputs[:, -1] = False
+        have = (micro.experts[:, :, layers] >= 0).all(-1)  # [B, T, routers]
+        missing = inputs & micro.mask & ~have.all(-1)  # [B, T]
+        agree, total = sum(r.agree for r in self.routers), sum(r.total for r in self.routers)
+        for r in self.routers:
+            r.agree = r.total = 0
+        return {
+            "experts/replayed": (have[inputs].sum(), have[inputs].numel()),
+            "experts/agreement": (agree, total),
+            "experts/missing": (missing.sum(), 0),
+        }
+
+    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [B, T] of tokens[b, t] given tokens[b, :t]; 0 off the mask."""
+        self.head.temperature = self.temperature if temperature is None else temperature
+        predicts = torch.zeros_like(micro.mask)  # position t - 1 predicts token t: the one shift
+        predicts[:, :-1] = micro.mask[:, 1:]
+        nothing = not bool(predicts.any())
+        if nothing:
+            predicts[0, 0] = True  # FSDP needs a graph on every rank
+        shifted = micro.tokens.roll(-1, 1)  # [B, T]
+        self.head.where, self.head.targets = predicts, shifted[predicts]
+        positions = torch.arange(micro.tokens.shape[1], device=micro.tokens.device)[None].expand_as(micro.tokens)
+        extra = {"padding_mask": micro.padding} if self.routers else {"use_cache": False}
+        out = self.model(input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra)
+        values = getattr(out, "logits", out)  # [N, 2]
+        if nothing:
+            values = values * 0.0
+        full = values.new_zeros((*micro.mask.shape, 2))
+        full[predicts] = values  # [B, T, 2]
+        full = full.roll(1, 1)  # [B, T, 2], back to the token's own position
+        return full[..., 0], full[..., 1]

@@ -1,0 +1,433 @@
+"""Generate: vLLM engines in Ray actors, the runners that play episodes, and the pool of groups.
+
+`Engine` wraps one AsyncLLM: ids in; ids, log-probs, versions, experts and a digest out. `Runner` plays agents against engines.
+`Rollouts` owns the prompts, the groups in flight and the finished rows. Strictly on-policy: a batch is generated, trained and
+refitted before the next one starts. Only the Engine's process imports vllm. Nothing here knows of losses or of the trainer's model.
+
+    pytest tests/test_rollout.py
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import ray
+
+from agent import Result, Segment, Task, digest, load_agent
+from server import Chat, Reply, Trace
+
+
+class Engine:
+    """One vLLM engine, a Ray actor. Closed to requests until its first refit has passed the probe (`open`)."""
+
+    def __init__(self, cfg, index: int, cpu: bool):
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # with executor "uni": the worker lives inside EngineCore
+        if cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        import refit  # noqa: F401  registers the transport here; the worker imports it through worker_extension_cls
+
+        args = dict(
+            model=cfg.model,
+            dtype=cfg.dtype,
+            seed=cfg.seed + index,
+            max_model_len=cfg.max_context,
+            enforce_eager=cpu,
+            enable_prefix_caching=True,
+            enable_return_routed_experts=cfg.replay_experts,
+            logprobs_mode="processed_logprobs",  # what was sampled from, after temperature
+            weight_transfer_config=WeightTransferConfig(backend="instar"),
+            worker_extension_cls="refit.WorkerExtension",
+            tensor_parallel_size=cfg.engine_tp,
+            distributed_executor_backend="uni" if cfg.engine_tp == 1 else "mp",
+            use_tqdm_on_load=False,
+        )
+        if not cpu:
+            args["gpu_memory_utilization"] = cfg.engine_memory
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args | json.loads(cfg.engine_args)))
+        self.cfg, self.version, self.spans, self.released = cfg, -1, {}, asyncio.Event()
+
+    async def ready(self) -> bool:
+        return True
+
+    async def generate(
+        self, name: str, ids: list[int], max_tokens: int, known: int = 0, temperature: float | None = None
+    ) -> Reply:
+        """Sample one reply to `ids`. Waits while the engine is closed; a pause keeps the request.
+
+        name: unique among running requests; known: leading tokens whose expert rows the caller already has.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        await self.released.wait()
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.cfg.temperature if temperature is None else temperature,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # merged deltas lose expert rows and blur versions
+            routed_experts_prompt_start=known if self.cfg.replay_experts else 0,
+        )
+        self.spans[name] = [(0, self.version)]
+        try:
+            async for out in self.llm.generate({"prompt_token_ids": list(ids)}, params, request_id=name):
+                done = out.outputs[0]
+        finally:
+            spans = self.spans.pop(name)
+        tokens = np.asarray(done.token_ids, np.int32)
+        logprobs = np.asarray(done.logprobs.logprobs, np.float32)
+        versions = stamp(spans, len(tokens))
+        mark = digest(np.asarray(ids, np.int32), tokens, logprobs, versions)
+        return Reply(tokens, logprobs, versions, mark, done.finish_reason, done.routed_experts)
+
+    async def score(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Log-probs at temperature 1 of ids[1:] (float32 [T-1]) and expert rows [T, L, K]; the probe, open or not."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        name = f"probe-{time.monotonic_ns()}"
+        async for out in self.llm.generate({"prompt_token_ids": list(ids)}, params, request_id=name):
+            pass
+        rows = out.prompt_logprobs
+        logprobs = [
+            rows.logprobs[rows.token_ids.index(t, a, b)]
+            for t, a, b in zip(ids[1:], rows.start_indices[1:], rows.end_indices[1:])
+        ]
+        return np.asarray(logprobs, np.float32), out.outputs[0].routed_experts
+
+    async def join(self, host: str, port: int, rank: int, world: int, device: str) -> None:
+        """Join the refit group with this engine's workers as ranks `rank`, `rank` + 1, …"""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        init = dict(host=host, port=port, rank=rank, world=world, device=device)
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
+
+    async def pause(self) -> None:
+        """Hold new requests back, freeze running ones and note how many tokens each has, drop the KV cache."""
+        self.released.clear()
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        if not self.llm.engine_core.outputs_queue.empty():
+            raise RuntimeError("engine: outputs were left in the queue at a pause, so token versions would be wrong")
+        states = self.llm.output_processor.request_states.values()
+        self.counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states}
+        await self.llm.start_weight_update()
+
+    async def receive(self, meta: dict) -> None:
+        """Take one bucket from the refit group and load it."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.llm.update_weights(WeightTransferUpdateRequest(meta))
+
+    async def finish(self) -> list[list[int]]:
+        """End the update; each worker's report of what it loaded."""
+        await self.llm.finish_weight_update()
+        return await self.llm.collective_rpc("refit_report")
+
+    async def resume(self, version: int) -> None:
+        """Weights are `version` from here on; frozen requests go on, each with a span that begins at its count."""
+        self.version = version
+        for name, count in self.counts.items():
+            if name in self.spans:
+                self.spans[name].append((count, version))
+        await self.llm.resume_generation()
+
+    async def release(self) -> None:
+        """The probe has passed: let new requests in."""
+        self.released.set()
+
+
+def stamp(spans: list[tuple[int, int]], n: int) -> np.ndarray:
+    """int32 [n]: the version of each of n sampled tokens, from (first token, version) pairs in order."""
+    versions = np.empty(n, np.int32)
+    for first, version in spans:
+        versions[first:] = version
+    return versions
+
+
+@dataclass
+class Rollout:
+    """One finished rollout. `segments` may be empty (a prompt too long); `error` is a traceback, else empty."""
+
+    group_id: int
+    rollout_id: int
+    result: Result = field(default_factory=Result)
+    segments: list[Segment] = field(default_factory=list)
+    error: str = ""
+    seconds: float = 0.0
+
+
+async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0) -> Rollout:
+    """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call` awaits a sync or async method."""
+    messages = list(await call(env.reset, task))
+    trace, result, limit = Trace(chat.opening(messages)), Result(), "turns"
+    for _ in range(cfg.max_turns):
+        room = cfg.max_context - len(trace)
+        if room < 1:
+            limit = "context"
+            break
+        reply = await generate(trace.tokens, min(cfg.max_tokens, room), trace.known())
+        trace.reply(reply)
+        text = chat.text(reply.tokens)
+        observation, reward, done, info = await call(env.step, text)
+        result.turn_rewards.append(number(reward, f"{type(env).__name__}.step returned the reward"))
+        result.info.update({k: number(v, f"info[{k!r}] is") for k, v in info.items() if k != "rewards"})
+        result.rewards.update(info.get("rewards", {}))
+        if done:
+            limit = ""
+            break
+        new = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        trace.context(chat.following(messages, new, trace.tokens[-1]))
+        messages += [{"role": "assistant", "content": text}, *new]
+    result.reward, result.truncated = sum(result.turn_rewards), bool(limit)
+    segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
+    return Rollout(group_id, rollout_id, result, segments)
+
+
+def number(value, what: str) -> float:
+    """`value` as a finite float; raises TypeError or ValueError that says `what` is wrong."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} {value!r}, which is no number")
+    if not math.isfinite(value := float(value)):
+        raise ValueError(f"{what} {value}, which is not finite")
+    return value
+
+
+class Runner:
+    """Plays many episodes at once, a Ray actor on CPU."""
+
+    def __init__(self, cfg, engines: list):
+        from transformers import AutoTokenizer
+
+        self.cfg, self.engines = cfg, engines
+        self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
+        self.agent = load_agent(cfg.agent)
+        self.threads = ThreadPoolExecutor(256)  # a hung tool blocks its own episode only
+
+    async def call(self, method, *args):
+        if inspect.iscoroutinefunction(method):
+            return await method(*args)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
+
+    async def rollout(self, task: Task, group_id: int, rollout_id: int, attempt: int) -> Rollout:
+        """Play one episode. A fault of the agent (it raises, is too slow, gives no number) comes back as `error`; a fault
+        of an engine is raised."""
+        engine, turns, start = self.engines[group_id % len(self.engines)], iter(range(1 << 30)), time.perf_counter()
+        broken = []
+
+        async def generate(ids, max_tokens, known):
+            ref = engine.generate.remote(f"{rollout_id}.{attempt}.{next(turns)}", ids, max_tokens, known)
+            try:
+                return await ref
+            except asyncio.CancelledError:
+                ray.cancel(ref)
+                raise
+            except ray.exceptions.RayError as e:
+                broken.append(e)
+                raise
+
+        try:
+            run = play(self.agent(), task, self.chat, generate, self.cfg, self.call, group_id, rollout_id)
+            out = await asyncio.wait_for(run, self.cfg.episode_timeout)
+        except TimeoutError:
+            out = Rollout(
+                group_id, rollout_id, error=f"the episode passed --episode_timeout {self.cfg.episode_timeout} s"
+            )
+        except Exception:
+            if broken:
+                raise broken[0] from None
+            out = Rollout(group_id, rollout_id, error=traceback.format_exc(limit=-4))
+        out.seconds = time.perf_counter() - start
+        return out
+
+
+class TooManyFailed(RuntimeError):
+    """More rollouts of a batch failed than --max_failed allows."""
+
+
+class Rollouts:
+    """The pool of groups, a Ray actor. It owns the prompts' order, what is in flight, and the finished rows."""
+
+    def __init__(self, cfg, rows: list[dict], runners: list, least: int, position: int = 0):
+        """least: rollouts that a group needs to be trained; position: groups dispatched before (from a checkpoint)."""
+        self.cfg, self.rows, self.runners, self.least, self.position = cfg, rows, runners, least, position
+        self.running, self.finished, self.handed = set(), [], 0
+        self.store, self.next_row = {}, 0  # row id -> object ref, so that a dead Runner loses nothing
+        self.new_batch()
+
+    def new_batch(self) -> None:
+        self.failed, self.lost, self.retried, self.first_error = 0, 0, 0, ""
+
+    def next_prompt(self) -> tuple[int, dict] | None:
+        """The next (group id, data row): a seeded shuffle of each pass over the data."""
+        passes, at = divmod(self.position, len(self.rows))
+        if self.cfg.data_epochs and passes >= self.cfg.data_epochs:
+            return None
+        order = np.random.default_rng([self.cfg.seed, passes]).permutation(len(self.rows))
+        self.position += 1
+        return self.position - 1, self.rows[int(order[at])]
+
+    def fill(self) -> None:
+        """Start groups while there is capacity and data."""
+        while len(self.running) + len(self.finished) + self.handed < self.cfg.prompts and (
+            prompt := self.next_prompt()
+        ):
+            self.running.add(asyncio.create_task(self.group(*prompt)))
+
+    async def group(self, group_id: int, row: dict) -> list[Rollout] | None:
+        """All rollouts of one prompt that did not fail; None when too few are left, twice."""
+        n = self.cfg.samples
+        for attempt in range(2):
+            outs = await asyncio.gather(*[self.one(group_id, group_id * n + i, row, attempt) for i in range(n)])
+            good = [o for o in outs if not o.error]
+            if len(good) >= self.least:
+                return good
+            self.retried += attempt == 0
+        self.lost += 1
+        return None
+
+    async def one(self, group_id: int, rollout_id: int, row: dict, attempt: int) -> Rollout:
+        prompt = row[self.cfg.prompt_key]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        task = Task(messages, row.get(self.cfg.label_key), row, self.cfg.seed * 1_000_003 + rollout_id * 2 + attempt)
+        out = await self.runners[rollout_id % len(self.runners)].rollout.remote(task, group_id, rollout_id, attempt)
+        if out.error:
+            self.failed += 1
+            self.first_error = self.first_error or out.error
+            if self.failed > self.cfg.max_failed * self.cfg.prompts * self.cfg.samples:
+                raise TooManyFailed(
+                    f"{self.failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:\n{out.error}"
+                )
+        return out
+
+    async def next_batch(self) -> dict | None:
+        """Wait for a batch of groups. None when the data has ended.
+
+        Returns rollouts (one entry each: what rewards and statistics need), rows (one per segment: id, rollout, length,
+        trained tokens) and the counts of what failed. The rows themselves are fetched with `fetch`.
+        """
+        self.fill()
+        while len(self.finished) < self.cfg.prompts and self.running:
+            done, self.running = await asyncio.wait(self.running, return_when=asyncio.FIRST_COMPLETED)
+            self.finished += [g for t in done if (g := t.result())]
+            self.fill()
+        groups, self.finished = self.finished[: self.cfg.prompts], self.finished[self.cfg.prompts :]
+        if not groups:
+            return None
+        self.handed = len(groups)
+        rollouts = [o for g in sorted(groups, key=lambda g: g[0].group_id) for o in g]
+        rows = []
+        for i, o in enumerate(rollouts):
+            for segment in o.segments:
+                self.store[self.next_row] = ray.put(segment)
+                rows.append(
+                    {"id": self.next_row, "rollout": i, "tokens": len(segment), "trained": int(segment.mask.sum())}
+                )
+                self.next_row += 1
+        batch = {
+            "rollouts": [{"group": o.group_id, "result": o.result, "seconds": o.seconds} for o in rollouts],
+            "rows": rows,
+            "counts": {
+                "rollouts/finished": len(rollouts),
+                "rollouts/failed": self.failed,
+                "groups/retried": self.retried,
+                "groups/lost": self.lost,
+            },
+            "first_error": self.first_error,
+        }
+        self.new_batch()
+        return batch
+
+    def fetch(self, ids: list[int]) -> list:
+        """Object refs of rows."""
+        return [self.store[i] for i in ids]
+
+    def refitted(self) -> int:
+        """The batch was trained and the engines have the new weights: forget its rows, allow the next one.
+
+        Returns the data position for the checkpoint: every prompt before it was trained or lost.
+        """
+        self.store.clear()
+        self.handed = 0
+        return self.position
+
+
+def load_rows(data: str, prompt_key: str) -> list[dict]:
+    """All rows of a jsonl, json or parquet file or a hub dataset; raises ValueError naming --data or the bad row."""
+    from datasets import load_dataset
+
+    kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(data.rsplit(".", 1)[-1])
+    if kind and not os.path.isfile(data):
+        raise ValueError(f"--data {data}: there is no such file")
+    if kind and os.path.getsize(data) == 0:
+        raise ValueError(f"--data {data}: the file is empty")
+    rows = load_dataset(kind, data_files=data, split="train") if kind else load_dataset(data, split="train")
+    if len(rows) == 0:
+        raise ValueError(f"--data {data}: there are no rows")
+    if prompt_key not in rows.column_names:
+        raise ValueError(f"--data {data}: row 0 has no {prompt_key!r}, only {rows.column_names}; set --prompt_key")
+    for i, prompt in enumerate(rows[prompt_key]):
+        if not prompt:
+            raise ValueError(f"--data {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key")
+    return rows.to_list()
+
+
+def launch(cfg, rows: list[dict], position: int, least: int):
+    """Start or join Ray and create the actors; returns (engines, rollouts handle, how other ranks join: ray.init arguments).
+
+    On one node Ray gets the GPUs that torchrun's ranks do not use. Engines load while the caller builds its model.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    env = {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false"}
+    gpus = visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
+    need = cfg.engines * cfg.engine_tp
+    shared = dict(namespace=f"instar-{os.getpid()}-{time.time_ns()}", log_to_driver=False)
+    if cfg.ray_address:
+        ray.init(address=cfg.ray_address, runtime_env={"env_vars": env}, **shared)
+        cpu = not ray.cluster_resources().get("GPU")
+    else:
+        cpu = not visible_gpus()
+        if not cpu and len(gpus) < need:
+            raise ValueError(
+                f"--engines {cfg.engines} × --engine_tp {cfg.engine_tp} need {need} GPUs, {len(gpus)} are left by the trainer's ranks"
+            )
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        ray.init(
+            num_cpus=need + cfg.runners + 2,
+            num_gpus=len(gpus),
+            include_dashboard=False,
+            runtime_env={"env_vars": env},
+            **shared,
+        )
+        os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
+    many = dict(max_concurrency=100_000)
+    place = dict(num_cpus=cfg.engine_tp) if cpu else dict(num_cpus=1, num_gpus=cfg.engine_tp)
+    engines = [ray.remote(Engine).options(**place, **many).remote(cfg, i, cpu) for i in range(cfg.engines)]
+    runners = [ray.remote(Runner).options(num_cpus=1, **many).remote(cfg, engines) for _ in range(cfg.runners)]
+    rollouts = (
+        ray.remote(Rollouts).options(name="rollouts", num_cpus=1, **many).remote(cfg, rows, runners, least, position)
+    )
+    return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs that this process may use, without touching CUDA."""
+    import torch
+
+    if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [i for i in listed.split(",") if i]
+    return [str(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,980 @@
+"""instar: reinforcement learning of LLM agents, one flat loop.
+
+On a laptop's CPU, with nothing but this repository:
+$ make train                                                  # builds .venv, then: python train.py
+One GPU for the trainer, the next one for the engine:
+$ torchrun --nproc-per-node 1 train.py --model Qwen/Qwen3-0.6B --agent my_agent.py --data rows.jsonl --max_context 4096
+Eight GPUs, six of them engines; a mixture of experts with the engines' routes replayed:
+$ torchrun --nproc-per-node 2 train.py --model Qwen/Qwen3-30B-A3B --ep 2 --replay_experts --engines 3 --engine_tp 2
+A cluster:
+$ sbatch slurm/grpo.sbatch --model ...
+`python train.py` is the same as one rank under torchrun, and gives its exit code: 0 done, 2 bad input, 3 an invariant failed
+(the message names it), 1 anything else. torchrun itself turns each of them into 1 and prints the code in its table.
+
+This file wires the other seven modules: flags, model, optimizer, the loop, checkpoints, metrics. It has no algorithm of its own.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from agent import InvariantError, Result, Segment, load_agent
+from estimator import ESTIMATORS, GROUP_ESTIMATORS, Batch
+from loss import LOSSES, aggregate, correction, counted, gap
+from refit import Refit
+from replay import Replay, check_identity, pack, plan
+from rollout import launch, load_rows
+from server import Chat, Trace
+
+# Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
+
+
+@dataclass
+class Config:
+    """Each field is a flag. Grouped as the modules: agent, generate, re-run, credit, learn, molt, run."""
+
+    # ---- agent.py
+    agent: str = "agent.py"
+    """Python file that exports a class Agent"""
+    data: str = "examples/starter/train.jsonl"
+    """prompts: a jsonl, json or parquet file, or a hub dataset"""
+    prompt_key: str = "prompt"
+    """column with the prompt: a text or a list of chat messages"""
+    label_key: str = "label"
+    """column with the label that the agent's reward needs; may be absent"""
+    data_epochs: int = 0
+    """passes over the data before the run ends by itself; 0 repeats until --steps"""
+    max_turns: int = 4
+    """replies of the policy per rollout"""
+    episode_timeout: float = 600.0
+    """seconds after which a rollout counts as failed"""
+    max_failed: float = 0.5
+    """share of a batch's rollouts that may fail before the run stops"""
+    # ---- rollout.py
+    model: str = "examples/starter"
+    """policy: a local folder or a hub name, with a chat template"""
+    engines: int = 1
+    """vLLM engines"""
+    engine_tp: int = 1
+    """tensor-parallel size of each engine"""
+    engine_memory: float = 0.85
+    """share of a GPU's memory that an engine takes"""
+    engine_args: str = "{}"
+    """JSON with any other vLLM engine argument"""
+    runners: int = 1
+    """processes that play episodes"""
+    prompts: int = 16
+    """groups per batch"""
+    samples: int = 8
+    """rollouts per group"""
+    temperature: float = 1.0
+    """sampling temperature; the trainer applies the same"""
+    max_tokens: int = 32
+    """sampled tokens per turn"""
+    max_context: int = 256
+    """tokens per rollout, prompt included"""
+    ray_address: str = ""
+    """Ray cluster to join ("auto" under Slurm); empty starts one on this node"""
+    # ---- replay.py
+    tokens_per_microbatch: int = 16384
+    """tokens per forward, padding included: a strict bound on memory"""
+    replay_experts: bool = False
+    """replay the engine's expert choices in the trainer (mixture of experts only)"""
+    max_gap: float = 0.0
+    """bound on gap/on_version; 0 means 1e-5 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16"""
+    # ---- estimator.py
+    estimator: Literal["grpo", "rloo", "reinforce", "reinforce_baseline", "dr_grpo"] = "grpo"
+    """rewards to advantages"""
+    gamma: float = 1.0
+    """discount per action token (reinforce)"""
+    whiten: bool = True
+    """whiten the advantages of reinforce and reinforce_baseline over the batch"""
+    # ---- loss.py
+    loss: Literal["ppo"] = "ppo"
+    """policy loss"""
+    clip_low: float = 0.2
+    """lower clip of the ratio is 1 - this"""
+    clip_high: float = 0.2
+    """upper clip of the ratio is 1 + this"""
+    dual_clip: float = 0.0
+    """bound c > 1 on the loss of negative advantages; 0 is off"""
+    is_level: Literal["off", "token", "seq", "geo"] = "off"
+    """unit of the rollout/trainer correction; off is sound only while nothing can be stale"""
+    is_mode: Literal["mask", "clip", "trunc"] = "trunc"
+    """what happens to weights outside the band"""
+    is_band: tuple[float, float] = (0.5, 2.0)
+    """LO HI, inclusive"""
+    is_denominator: Literal["all", "kept"] = "all"
+    """whether rejected tokens still count in the denominator"""
+    loss_agg: Literal["token_mean", "constant"] = "token_mean"
+    """token_mean: over all trained tokens of the update; constant: over --loss_length times rollouts"""
+    loss_length: int = 0
+    """the L_max of --loss_agg constant"""
+    # ---- refit.py
+    refit_bucket_mb: int = 256
+    """megabytes per bucket"""
+    # ---- train.py
+    steps: int = 30
+    """batches to train on"""
+    epochs: int = 1
+    """passes over each batch"""
+    minibatches: int = 1
+    """optimizer steps per pass; divides --prompts"""
+    lr: float = 1e-3
+    """peak learning rate"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """learning rate after the warm-up"""
+    warmup: int = 0
+    """steps of linear warm-up"""
+    weight_decay: float = 0.0
+    """of AdamW"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """of AdamW"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm; a step with a non-finite norm is skipped and counted"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of forward, engine and refit; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32"""
+    ep: int = 1
+    """expert-parallel ranks"""
+    seed: int = 0
+    """of prompts' order, engines and tasks"""
+    out: str = ""
+    """folder for metrics.jsonl, checkpoints and the exported model; empty: out/<date>-<seed>"""
+    save_every: int = 0
+    """steps between checkpoints; 0: at the end only"""
+    keep: int = 2
+    """checkpoints kept"""
+    resume: bool = False
+    """go on from the newest checkpoint in --out"""
+    show_every: int = 10
+    """steps between printed sample rollouts; 0: never"""
+    wandb: str = ""
+    """Weights & Biases project; offline unless a key is set"""
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """The command line as a Config, with names made absolute and "auto" resolved; raises ValueError on an unknown flag."""
+    cfg, unknown = tyro.cli(
+        Config, args=argv, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True
+    )
+    if unknown:
+        names = ["--" + f.name for f in dataclasses.fields(Config)]
+        close = difflib.get_close_matches(unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=1)
+        raise ValueError(
+            f"{unknown[0]}: there is no such flag" + (f", did you mean {close[0]}?" if close else "; see --help")
+        )
+    for name in ("agent", "data", "model"):
+        if os.path.exists(value := getattr(cfg, name)):
+            setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
+    cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
+    if cfg.dtype == "auto":
+        cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    return cfg
+
+
+def validate(cfg: Config, world: int = 1) -> None:
+    """Refuse what cannot work. Pure: looks at nothing but `cfg` and the number of ranks; raises ValueError."""
+    positive = (
+        "max_turns episode_timeout engines engine_tp runners prompts samples max_tokens max_context refit_bucket_mb "
+    )
+    for name in (positive + "tokens_per_microbatch steps epochs minibatches lr max_grad_norm ep keep").split():
+        if getattr(cfg, name) <= 0:
+            raise ValueError(f"--{name} {getattr(cfg, name)} must be positive")
+    if cfg.temperature <= 0:
+        raise ValueError(f"--temperature {cfg.temperature}: training samples, so it must be above 0")
+    if cfg.samples < 2 and cfg.estimator in GROUP_ESTIMATORS:
+        raise ValueError(
+            f"--samples {cfg.samples}: --estimator {cfg.estimator} compares rollouts of a group, set --samples 2 or more"
+        )
+    if cfg.prompts % cfg.minibatches:
+        raise ValueError(f"--prompts {cfg.prompts} is not divisible by --minibatches {cfg.minibatches}")
+    if world % cfg.ep:
+        raise ValueError(
+            f"--ep {cfg.ep} does not divide the {world} ranks: start torchrun with --nproc-per-node a multiple of it"
+        )
+    if cfg.max_context > cfg.tokens_per_microbatch:
+        raise ValueError(
+            f"--tokens_per_microbatch {cfg.tokens_per_microbatch} is below --max_context {cfg.max_context}: raise it"
+        )
+    if not 0 <= cfg.max_failed <= 1:
+        raise ValueError(f"--max_failed {cfg.max_failed} is a share, between 0 and 1")
+    if cfg.dual_clip and cfg.dual_clip <= 1:
+        raise ValueError(f"--dual_clip {cfg.dual_clip} must be above 1, or 0 for off")
+    if cfg.is_level in ("seq", "geo") and cfg.is_mode != "mask":
+        raise ValueError(
+            f"--is_level {cfg.is_level} is a gate over whole sequences: set --is_mode mask, not {cfg.is_mode}"
+        )
+    if cfg.is_band[0] > cfg.is_band[1]:
+        raise ValueError(f"--is_band {cfg.is_band[0]} {cfg.is_band[1]}: LO is above HI")
+    if (cfg.loss_agg == "constant") != (cfg.loss_length > 0):
+        raise ValueError(
+            f"--loss_agg {cfg.loss_agg} with --loss_length {cfg.loss_length}: constant needs a length, token_mean has none"
+        )
+    if cfg.resume and not cfg.out:
+        raise ValueError("--resume needs --out, the folder of the run to go on with")
+    try:
+        if not isinstance(json.loads(cfg.engine_args), dict):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--engine_args {cfg.engine_args} is not a JSON object, as in '{{\"block_size\": 32}}'"
+        ) from None
+
+
+def check_inputs(cfg: Config) -> list[dict]:
+    """Look at the files before any process starts; returns the data rows. Raises ValueError with the flag and the fix."""
+    from transformers import AutoConfig
+
+    try:
+        load_agent(cfg.agent)
+    except (OSError, AttributeError) as e:
+        raise ValueError(e) from None
+    rows = load_rows(cfg.data, cfg.prompt_key)
+    if os.sep in cfg.model and not os.path.exists(cfg.model) and cfg.model.count("/") > 1:
+        raise ValueError(f"--model {cfg.model}: there is no such folder")
+    try:
+        config = AutoConfig.from_pretrained(cfg.model)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"--model {cfg.model}: no model there ({str(e).splitlines()[0]})") from None
+    if cfg.replay_experts and not experts_of(config):
+        raise ValueError(f"--replay_experts: --model {cfg.model} is dense, it has no experts to replay; drop the flag")
+    try:
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
+        (Path(cfg.out) / ".writable").touch()
+        (Path(cfg.out) / ".writable").unlink()
+    except OSError as e:
+        raise ValueError(f"--out {cfg.out} cannot be written ({e.strerror})") from None
+    if cfg.resume and not checkpoints(cfg.out):
+        raise ValueError(f"--resume: --out {cfg.out} has no checkpoint")
+    if not cfg.resume and (Path(cfg.out) / "metrics.jsonl").exists():
+        raise ValueError(f"--out {cfg.out} holds a run already: add --resume to go on with it, or name another folder")
+    return rows
+
+
+def experts_of(config) -> int:
+    """Number of routed experts in a transformers config, 0 for a dense model."""
+    config = config.get_text_config()
+    return next(
+        (n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, k, 0))), 0
+    )
+
+
+# ---- model and optimizer
+
+
+@contextlib.contextmanager
+def cuda_means_cpu(device: str):
+    """On a CPU: AutoModel 0.7 asks for torch.device("cuda", …) and torch.cuda.current_device() while it builds a model."""
+    if device != "cpu":
+        yield
+        return
+
+    real, current = torch.device, torch.cuda.current_device
+    cpu = real("cpu")
+
+    class Meta(type):
+        def __instancecheck__(cls, x):
+            return isinstance(x, real)
+
+        def __call__(cls, *args, **kwargs):
+            return cpu if args and str(args[0]).startswith("cuda") else real(*args, **kwargs)
+
+    torch.device, torch.cuda.current_device = Meta("device", (), {}), lambda: cpu
+    try:
+        yield
+    finally:
+        torch.device, torch.cuda.current_device = real, current
+
+
+def build_model(cfg: Config, device: str):
+    """The policy as an FSDP2 model of AutoModel, with float32 master weights; returns (model, device meshes)."""
+    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
+    from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from nemo_automodel.components.models.common.utils import BackendConfig
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoConfig
+
+    bf16, world = cfg.dtype == "bfloat16", torch.distributed.get_world_size()
+    moe = experts_of(AutoConfig.from_pretrained(cfg.model))
+    # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    setup = DistributedSetup.build(
+        FSDP2Config(mp_policy=policy, defer_fsdp_grad_sync=False),
+        parallelism_sizes=ParallelismSizes(ep_size=cfg.ep),
+        moe_parallel_config=MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None,
+        world_size=world,
+    )
+    extra = {}
+    if moe:
+        extra["moe_overrides"] = dict(
+            aux_loss_coeff=0.0, enable_routing_replay=True
+        )  # else a rank-local balance gradient
+        if device == "cpu":
+            extra["backend"] = BackendConfig(
+                attn="sdpa",
+                linear="torch",
+                rms_norm="torch_fp32",
+                experts="torch",
+                dispatcher="torch",
+                rope_fusion=False,
+                gate_precision="float32",
+            )
+    with cuda_means_cpu(device):
+        model = NeMoAutoModelForCausalLM.from_pretrained(
+            cfg.model,
+            torch_dtype=torch.float32,
+            attn_implementation="sdpa",
+            distributed_setup=setup,
+            use_liger_kernel=False,
+            **extra,
+        )
+    if world == 1 and bf16:  # AutoModel shards nothing on one rank, and so would cast nothing
+        layers = model.model.layers
+        for layer in layers.values() if hasattr(layers, "values") else layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    return model, setup.mesh_context
+
+
+def build_optimizer(cfg: Config, model):
+    """AdamW and its schedule. One parameter group per device mesh, since foreach kernels cannot mix meshes."""
+    groups = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            groups.setdefault(str(getattr(p, "device_mesh", None)), []).append(p)
+    optimizer = torch.optim.AdamW(
+        [{"params": g} for g in groups.values()], lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay
+    )
+
+    def scale(step: int) -> float:
+        if step < cfg.warmup:
+            return (step + 1) / cfg.warmup
+        done = min(1.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup))
+        return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.schedule]
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+
+
+def clip_gradients(cfg: Config, model, mesh) -> float:
+    """Scale expert gradients for EP, clip all to --max_grad_norm, return the norm before."""
+    from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+
+    moe_mesh = mesh.moe_mesh if cfg.ep > 1 else None
+    norm = scale_grads_and_clip_grad_norm(
+        cfg.max_grad_norm,
+        [model],
+        device_mesh=mesh.device_mesh,
+        moe_mesh=moe_mesh,
+        ep_axis_name="ep" if moe_mesh is not None else None,
+        dp_group_size=torch.distributed.get_world_size(),
+        grad_norm_backend="triton",
+    )
+    return float(norm)
+
+
+# ---- checkpoints
+
+
+def checkpoints(out: str) -> list[Path]:
+    """Whole checkpoints in `out`, oldest first; a half-written one still has its .tmp name."""
+    return sorted(p for p in Path(out).glob("checkpoint-*") if not p.name.endswith(".tmp"))
+
+
+def training_state(model, optimizer) -> dict:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def save_checkpoint(cfg: Config, model, optimizer, scheduler, where: dict) -> None:
+    """Write `where` (step, version, position) and all sharded state; atomic, by renaming a finished folder."""
+    import torch.distributed.checkpoint as dcp
+
+    final = Path(cfg.out) / f"checkpoint-{where['step']:06d}"
+    temporary = final.with_name(final.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    dist.barrier()
+    dcp.save(training_state(model, optimizer), checkpoint_id=str(temporary))
+    if dist.get_rank() == 0:
+        (temporary / "run.json").write_text(
+            json.dumps(where | {"scheduler": {"last_epoch": scheduler.last_epoch, "_last_lr": scheduler.get_last_lr()}})
+        )
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        for old in checkpoints(cfg.out)[: -cfg.keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def newest(cfg: Config) -> dict:
+    """Where the run stands: step, version and data position of the newest checkpoint, or zeros."""
+    if not cfg.resume:
+        return {"step": 0, "version": 0, "position": 0}
+    return json.loads((checkpoints(cfg.out)[-1] / "run.json").read_text())
+
+
+def load_checkpoint(cfg: Config, model, optimizer, scheduler) -> None:
+    """Load the newest checkpoint into model, optimizer and schedule, on any number of ranks."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = training_state(model, optimizer)
+    dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    scheduler.load_state_dict(newest(cfg)["scheduler"])
+
+
+def export(cfg: Config, model) -> Path:
+    """Write the policy as Hugging Face safetensors, with its tokenizer, into <out>/model; transformers and vLLM load it."""
+    from nemo_automodel.components.checkpoint.config import CheckpointingConfig
+    from transformers import AutoTokenizer
+
+    folder = Path(cfg.out) / "model"
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    checkpointer = CheckpointingConfig(
+        checkpoint_dir=cfg.out, model_save_format="safetensors", save_consolidated=True, model_repo_id=cfg.model
+    ).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
+    temporary = Path(cfg.out) / "model.tmp"
+    model.save_pretrained(str(temporary), checkpointer=checkpointer, tokenizer=AutoTokenizer.from_pretrained(cfg.model))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (temporary / "model" / "consolidated").rename(folder)
+        shutil.rmtree(temporary)
+    return folder
+
+
+# ---- metrics
+
+
+class Meter(dict):
+    """Metrics of one step on one rank: (sum, count) pairs are added up, single numbers are maxima."""
+
+    def add(self, metrics: dict, prefix: str = "") -> None:
+        for key, value in metrics.items():
+            if isinstance(value, tuple):
+                total, count = self.get(prefix + key, (0.0, 0.0))
+                self[prefix + key] = (total + float(value[0]), count + float(value[1]))
+            else:
+                self[prefix + key] = max(self.get(prefix + key, float("-inf")), float(value))
+
+    def local(self) -> dict[str, float]:
+        """sum / count (the sum where count is 0), or the max."""
+        return {k: (v[0] / v[1] if v[1] else v[0]) if isinstance(v, tuple) else v for k, v in self.items()}
+
+    def reduce(self, group) -> dict[str, float]:
+        """`local` over all ranks, whatever keys each has, in one collective."""
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, dict(self), group=group)
+        total = Meter()
+        for metrics in everyone:
+            total.add(metrics)
+        return total.local()
+
+
+class Clock:
+    """Seconds between marks, by name."""
+
+    def __init__(self):
+        self.started = self.last = time.perf_counter()
+        self.spans = {}
+
+    def mark(self, name: str) -> None:
+        """Everything since the last mark was `name`."""
+        now = time.perf_counter()
+        self.spans[name] = self.spans.get(name, 0.0) + now - self.last
+        self.last = now
+
+    def total(self) -> float:
+        return time.perf_counter() - self.started
+
+    def take(self) -> dict[str, float]:
+        """The spans so far; they begin anew."""
+        spans, self.spans = self.spans, {}
+        return spans
+
+
+class Log:
+    """metrics.jsonl, a console line per step under a progress bar, and Weights & Biases when asked for. Rank 0 only."""
+
+    def __init__(self, cfg: Config, console: Console, step: int):
+        self.console, self.shown_error, self.wandb = console, False, None
+        path = Path(cfg.out) / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]  # later ones will be run again
+        path.write_text("".join(line + "\n" for line in kept))
+        self.file = path.open("a", buffering=1)
+        (Path(cfg.out) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+        columns = ["{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.task = self.bar.add_task("steps", total=cfg.steps, completed=step)
+        self.bar.start()
+        if cfg.wandb:
+            import wandb
+
+            mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+            settings = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True)
+            self.wandb = wandb.init(
+                project=cfg.wandb, dir=cfg.out, mode=mode, config=dataclasses.asdict(cfg), settings=settings
+            )
+
+    def write(self, m: dict[str, float]) -> None:
+        self.file.write(json.dumps(m) + "\n")
+        self.bar.update(self.task, completed=m["step"])
+        self.console.print(
+            f"step {m['step']:4d}  reward {m['reward/mean']:.3f}  turns {m['rollouts/turns']:.1f}  tokens {m['tokens/trained']:6d}  "
+            f"gap {m['gap/on_version_max']:.1e}  clip {m['loss/clip_share']:.3f}  grad {m['optim/grad_norm']:.2f}  "
+            f"{m['time/step']:.1f} s (generate {m['time/generate']:.1f}, train {m['time/train']:.1f}, refit {m['time/refit']:.1f})",
+            highlight=False,
+        )
+        if self.wandb:
+            self.wandb.log(m, step=m["step"])
+
+    def close(self) -> None:
+        self.bar.stop()
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def times(spans: dict[str, float], tokens: int, device: str) -> dict[str, float]:
+    """time/…, perf/… and memory/… of a step whose rows have `tokens` tokens."""
+    step = sum(spans.values())
+    cuda = device == "cuda"
+    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return spans | {
+        "time/step": step,
+        "time/engine_idle": step - spans["time/generate"],
+        "time/trainer_idle": spans["time/generate"],
+        "perf/tokens_per_second": tokens / step,
+        "memory/peak_gb": peak,
+    }
+
+
+def bounds(cfg: Config) -> dict[str, float]:
+    """The limits on gap/on_version_…; in bfloat16 single tokens differ by much, so the mean and k3 are bounded instead."""
+    if cfg.dtype == "float32":
+        return {"max": cfg.max_gap or 1e-5}
+    return {"mean": cfg.max_gap or 0.02, "k3": (cfg.max_gap or 0.02) / 20}
+
+
+def check_gates(cfg: Config, m: dict[str, float]) -> None:
+    """Raise InvariantError before a batch is trained on whose log-probs or experts are not the engine's."""
+    if not m["gap/on_version_tokens"] > 0:
+        raise InvariantError(
+            "policy version: no token of this step was sampled by the trainer's version (gap/on_version_tokens 0)"
+        )
+    for name, limit in bounds(cfg).items():
+        if not (gap := m[f"gap/on_version_{name}"]) <= limit:  # a nan fails too
+            raise InvariantError(
+                f"policy version: gap/on_version_{name} is {gap:.3g}, --max_gap allows {limit:.3g}: trainer and engine do not "
+                "compute the same log-probs from the same weights"
+            )
+    if cfg.replay_experts:
+        if not (share := m["experts/missing"] / max(1.0, m["tokens/sampled"])) <= 0.01:
+            raise InvariantError(
+                f"forward consistency: {share:.1%} of the sampled tokens have no expert row (experts/missing)"
+            )
+        if not m["experts/agreement"] >= 0.98:
+            raise InvariantError(
+                f"forward consistency: experts/agreement is {m['experts/agreement']:.4f}, at least 0.98 is needed"
+            )
+
+
+# ---- the steps of an update
+
+
+def mixed_versions(micro) -> int:
+    """Number of rows whose tokens were sampled by more than one version."""
+    high = micro.versions.masked_fill(~micro.mask, -1).amax(1)  # [B]
+    low = micro.versions.masked_fill(~micro.mask, torch.iinfo(torch.int32).max).amin(1)  # [B]
+    return int(((low < high) & micro.mask.any(1)).sum())
+
+
+def score(
+    replay: Replay, micros: list, segments: list, version: int, meter: Meter, temperature: float | None = None
+) -> list:
+    """Old log-probs [B, T] of each micro-batch, after its identity was checked; fills in gap/…, tokens/… and experts/…"""
+    old = []
+    with torch.no_grad():
+        for micro in micros:
+            if segments:  # the probe has no reply to check
+                meter.add({"tokens/digest_mismatch": (0.0, 0), "tokens/sampled": (check_identity(micro, segments), 0)})
+            micro.to(next(replay.model.parameters()).device)
+            on = micro.mask & (micro.versions == version)  # [B, T]
+            with replay.experts(micro, counted=on):
+                logprobs, entropy = replay.forward(micro, temperature)
+            meter.add(gap(logprobs, micro.behaviour_logprobs, on), "gap/on_version_")
+            meter.add(gap(logprobs, micro.behaviour_logprobs, micro.mask & ~on), "gap/off_version_")
+            meter.add(replay.expert_metrics(micro))
+            if segments:
+                lags = (version - micro.versions)[micro.mask]
+                meter.add({"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))})
+                meter.add({"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed_versions(micro), 0)})
+            old.append(logprobs)
+    return old
+
+
+def deal(cfg: Config, batch: dict, world: int) -> None:
+    """Cut a batch into minibatches of whole groups, each into micro-batches per rank: batch["plan"][minibatch][rank].
+
+    batch["sizes"] has the rollouts of each minibatch, those without a row too.
+    """
+    groups = [batch["rollouts"][row["rollout"]]["group"] for row in batch["rows"]]
+    batch["plan"], batch["sizes"] = [], []
+    for part in np.array_split(np.unique([r["group"] for r in batch["rollouts"]]), cfg.minibatches):
+        batch["sizes"].append(sum(r["group"] in part for r in batch["rollouts"]))
+        rows = [i for i, g in enumerate(groups) if g in set(part.tolist())]
+        dealt = plan([batch["rows"][i]["tokens"] for i in rows], world, cfg.tokens_per_microbatch)
+        batch["plan"].append([[[rows[i] for i in micro] for micro in rank] for rank in dealt])
+
+
+def advantages_of(cfg: Config, batch: dict, rows: list[int], segments: list, meter: Meter):
+    """[B, T] advantages of this rank's rows, T the longest of them; moments are taken over all ranks."""
+
+    def all_sum(x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x)
+        return x
+
+    mask = torch.zeros((len(rows), max([1, *map(len, segments)])), dtype=torch.bool)  # [B, T]
+    for b, segment in enumerate(segments):
+        mask[b, : len(segment)] = torch.from_numpy(segment.mask)
+    credit = Batch(
+        mask,
+        rollout=torch.tensor([batch["rows"][i]["rollout"] for i in rows], dtype=torch.int64),
+        rewards=torch.tensor([r["result"].reward for r in batch["rollouts"]], dtype=torch.float64),
+        groups=torch.tensor([r["group"] for r in batch["rollouts"]], dtype=torch.int64),
+        all_sum=all_sum,
+    )
+    advantages, metrics = ESTIMATORS[cfg.estimator](credit, cfg)
+    meter.add(metrics)
+    return advantages
+
+
+def learn(cfg: Config, replay, optimizer, mesh, batch: dict, parts: list, old: list, advantages, meter: Meter) -> int:
+    """All optimizer steps on one batch; returns how many were taken.
+
+    parts: micro-batches of each minibatch; old: old log-probs of all micro-batches in that order; advantages: [B, T].
+    """
+    world, taken, flat = dist.get_world_size(), 0, [m for part in parts for m in part]
+    weights, credit = [], []
+    for micro, old_logprobs in zip(flat, old):
+        w, metrics = correction(
+            old_logprobs, micro.behaviour_logprobs, micro.mask, cfg.is_level, cfg.is_mode, cfg.is_band
+        )
+        meter.add(metrics)
+        weights.append(w)
+        a = advantages[micro.rows, : micro.mask.shape[1]] if micro.rows else advantages.new_zeros(micro.mask.shape)
+        credit.append(a.to(micro.mask.device))
+    for _ in range(cfg.epochs):
+        at = 0
+        for part, size in zip(parts, batch["sizes"]):
+            mine = range(at, at := at + len(part))
+            if cfg.loss_agg == "constant":
+                denominator = cfg.loss_length * size
+            else:  # of all ranks and micro-batches, known before the first backward
+                tokens = sum(counted(weights[i], flat[i].mask, cfg.is_denominator) for i in mine)
+                tokens = torch.as_tensor(tokens, dtype=torch.float64, device="cpu")
+                dist.all_reduce(tokens)
+                denominator = max(1.0, float(tokens))
+            for i in mine:
+                micro = flat[i]
+                with replay.experts(micro):  # open through backward
+                    logprobs, _ = replay.forward(micro)
+                    losses, metrics = LOSSES[cfg.loss](logprobs, old[i], credit[i], micro.mask, cfg)
+                    loss = aggregate(losses, weights[i], micro.mask, denominator)
+                    (loss * world).backward()  # FSDP averages over ranks
+                meter.add(metrics | {"loss/policy": (loss.detach(), 0)})
+            norm = clip_gradients(cfg, replay.model, mesh)
+            finite = math.isfinite(norm)
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
+            taken += finite
+            meter.add({"optim/skipped": (not finite, 0), "optim/grad_norm": norm if finite else 0.0})
+    return taken
+
+
+def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: int) -> Meter:
+    """Score one fixed text with the trainer and compare: the first request after a refit.
+
+    scores: what each engine gave for it. Returns gap/on_version_… and experts/…, which count in the next batch, so that they are
+    never empty; raises InvariantError, the engines still closed, when the gap is over --max_gap.
+    """
+    meter, sampled = Meter(), np.arange(len(ids)) > 0
+    for logprobs, experts in scores:
+        row = Segment(np.asarray(ids, np.int32), sampled, np.r_[0, logprobs], np.where(sampled, version, -1), experts)
+        row.experts_ok = None if experts is None else ~np.zeros(len(ids), bool)
+        score(replay, [pack([row], [0])], [], version, meter, temperature=1.0)  # prompt log-probs are raw
+    seen = meter.local()
+    for name, limit in bounds(cfg).items():
+        if not (value := seen[f"gap/on_version_{name}"]) <= limit:
+            raise InvariantError(
+                f"refit: the probe's {name} gap is {value:.3g} at version {version}, --max_gap allows {limit:.3g}: the engines "
+                "do not have the trainer's weights; they stay closed"
+            )
+    return meter
+
+
+def sample_trial(cfg: Config, engines: list, ids: list[int]) -> list[Segment]:
+    """Eight short replies per engine to the probe's first half, as rows: they go the whole way of a rollout before the run."""
+    prompt, trial = ids[: max(1, len(ids) // 2)], []
+    room = min(16, cfg.max_tokens, cfg.max_context - len(prompt))
+    asked = [e.generate.remote(f"trial-{i}", prompt, room) for i in range(8) for e in engines]
+    for reply in ray.get(asked):
+        trace = Trace(prompt)
+        trace.reply(reply)
+        trial.append(trace.segment(Result(), -1, -1))
+    return trial
+
+
+def next_batch(cfg: Config, rollouts, world: int) -> dict | None:
+    """Wait for a batch and deal its rows to the ranks."""
+    if batch := ray.get(rollouts.next_batch.remote()):
+        deal(cfg, batch, world)
+    return batch
+
+
+def batch_metrics(batch: dict) -> dict[str, float]:
+    """What rank 0 knows of a batch without its rows."""
+    rollouts, rows = batch["rollouts"], batch["rows"]
+    rewards, groups = (np.array([f(r) for r in rollouts]) for f in (lambda r: r["result"].reward, lambda r: r["group"]))
+    named = {}
+    for r in rollouts:
+        for prefix, values in (("info/", r["result"].info), ("reward/", r["result"].rewards)):
+            for key, value in values.items():
+                named.setdefault(prefix + key, []).append(value)
+    trained = sum(r["trained"] for r in rows)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/groups_equal": float(np.mean([np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)])),
+        **batch["counts"],
+        "rollouts/truncated": sum(r["result"].truncated for r in rollouts),
+        "rollouts/turns": float(np.mean([len(r["result"].turn_rewards) for r in rollouts])),
+        "rollouts/seconds_max": max(r["seconds"] for r in rollouts),
+        "segments/count": len(rows),
+        "tokens/trained": trained,
+        "tokens/context": sum(r["tokens"] for r in rows) - trained,
+        **{key: float(np.mean(values)) for key, values in named.items()},
+    }
+
+
+def show(console, chat, segment) -> None:
+    """Print one rollout as the policy saw it: what it sampled is bold, the rest is dim."""
+    text, at = Text(), 0
+    for start, end, _ in segment.replies:
+        text.append(chat.tokenizer.decode(segment.tokens[at:start]), style="dim")
+        text.append(chat.tokenizer.decode(segment.tokens[start:end]), style="bold green")
+        at = end
+    console.print(text)
+    trained, name = int(segment.mask.sum()), f"rollout {segment.rollout_id}"
+    console.print(
+        f"{name}: {len(segment.replies)} turns, {trained} of {len(segment)} tokens trained, reward {segment.reward:g}"
+    )
+
+
+def verdict(cfg: Config, console, m: dict[str, float]) -> None:
+    """The start-up table: each invariant, its number, its threshold."""
+    rows = [("token identity", "digests that differ", m["tokens/digest_mismatch"], 0.0, True)]
+    for name, limit in bounds(cfg).items():
+        rows.append(("policy version", f"gap/on_version {name}", m[f"gap/on_version_{name}"], limit, True))
+    if cfg.replay_experts:
+        rows.append(("forward consistency", "experts/replayed", m["experts/replayed"], 0.99, False))
+        rows.append(("forward consistency", "experts/agreement", m["experts/agreement"], 0.98, False))
+    rows.append(("refit", "probe gap, first refit", m["refit/probe_gap"], max(bounds(cfg).values()), True))
+    table = Table("invariant", "measured", "value", "threshold", "verdict")
+    for invariant, what, value, limit, below in rows:
+        good = value <= limit if below else value >= limit
+        sign = "<=" if below else ">="
+        table.add_row(invariant, what, f"{value:.2e}", f"{sign} {limit:.2e}", "[green]PASS" if good else "[red]FAIL")
+    console.print(table)
+
+
+# ---- the loop
+
+PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
+
+
+def run(cfg: Config, rows: list[dict] | None) -> None:
+    """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    clock = Clock()
+    where = newest(cfg)
+    engines, rollouts, address = [], None, None
+    if rank == 0:  # the engines load while this process imports and builds its model
+        engines, rollouts, address = launch(cfg, rows, where["position"], 2 if cfg.estimator in GROUP_ESTIMATORS else 1)
+
+    from transformers import AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=30))  # waits for a batch as long as it takes
+
+    def from_rank_0(value=None):
+        box = [value]
+        dist.broadcast_object_list(box, group=control)
+        return box[0]
+
+    address, cfg = from_rank_0((address, cfg))  # the default --out has the time in it
+    if rank:
+        ray.init(**address, log_to_driver=False)
+        rollouts = ray.get_actor("rollouts")
+    model, mesh = build_model(cfg, device)
+    optimizer, scheduler = build_optimizer(cfg, model)
+    if cfg.resume:
+        load_checkpoint(cfg, model, optimizer, scheduler)
+    replay, console = Replay(model, cfg.temperature), Console(quiet=rank > 0)
+    chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
+    clock.mark("time/start_trainer")
+    ray.get([e.ready.remote() for e in engines])
+    host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
+    refit = Refit(model, engines, cfg.engine_tp, getattr(torch, cfg.dtype), cfg.refit_bucket_mb, host)
+    clock.mark("time/start_engines")
+
+    def molt(version: int) -> tuple[dict, Meter]:
+        """Weights to the engines, the probe, then they open; returns the refit's metrics and the probe's, for the next batch."""
+        metrics = refit(version)
+        seen = probe(cfg, replay, from_rank_0(ray.get([e.score.remote(ids) for e in engines])), ids, version)
+        ray.get([e.release.remote() for e in engines])
+        return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}, seen
+
+    ids, version = chat.encode(PROBE)[: cfg.max_context - 1], where["version"]
+    refit_metrics, seen = molt(version)
+    trial = from_rank_0(sample_trial(cfg, engines, ids))
+    meter = Meter(seen)
+    score(replay, [pack(trial, list(range(len(trial))))], trial, version, meter)
+    first = meter.reduce(control) | refit_metrics
+    verdict(cfg, console, first)
+    check_gates(cfg, first)
+    clock.mark("time/start_checks")
+    log = Log(cfg, console, where["step"]) if rank == 0 else None
+    console.print(
+        f"ready after {clock.total():.0f} s: " + ", ".join(f"{k[11:]} {v:.0f} s" for k, v in clock.take().items())
+    )
+
+    for step in range(where["step"], cfg.steps):
+        batch = from_rank_0(next_batch(cfg, rollouts, world) if rank == 0 else None)
+        if batch is None:
+            console.print("the data has ended")
+            break
+        clock.mark("time/generate")
+
+        # the rows of this rank, packed; the same tokens and experts that the engines saw
+        parts = [p[rank] for p in batch["plan"]]
+        mine = [i for part in parts for micro in part for i in micro]
+        segments = ray.get(ray.get(rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine])))
+        place = {row: at for at, row in enumerate(mine)}
+        parts = [[pack(segments, [place[i] for i in micro]) for micro in part] for part in parts]
+
+        # identity, versions and experts are checked before anything is learnt
+        meter = Meter(seen)
+        old = score(replay, [m for part in parts for m in part], segments, version, meter)
+        checked = meter.reduce(control)
+        check_gates(cfg, checked)
+
+        # credit and gradient
+        meter = Meter()
+        advantages = advantages_of(cfg, batch, mine, segments, meter)
+        lr = scheduler.get_last_lr()[0]
+        taken = learn(cfg, replay, optimizer, mesh, batch, parts, old, advantages, meter)
+        scheduler.step()
+        version += taken > 0
+        clock.mark("time/train")
+
+        # the molt
+        refit_metrics, seen = molt(version)
+        clock.mark("time/refit")
+        position = from_rank_0(ray.get(rollouts.refitted.remote()) if rank == 0 else None)
+
+        metrics = (
+            {"step": step + 1, "version": version, "optim/lr": lr}
+            | batch_metrics(batch)
+            | checked
+            | meter.reduce(control)
+        )
+        where = {"step": step + 1, "version": version, "position": position}
+        if cfg.save_every and (step + 1) % cfg.save_every == 0:
+            save_checkpoint(cfg, model, optimizer, scheduler, where)
+            clock.mark("time/save")
+        if rank == 0:
+            log.write(
+                metrics
+                | refit_metrics
+                | times(clock.take(), metrics["tokens/trained"] + metrics["tokens/context"], device)
+            )
+            if cfg.show_every and step % cfg.show_every == 0 and segments:
+                show(console, chat, segments[0])
+            if batch["first_error"] and not log.shown_error:
+                log.shown_error = True
+                console.print(
+                    "a rollout failed; the first traceback:\n" + batch["first_error"], style="red", markup=False
+                )
+
+    if rank == 0:
+        log.close()
+    save_checkpoint(cfg, model, optimizer, scheduler, where)
+    folder = export(cfg, model)
+    console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, run; returns the exit code."""
+    for name, value in (
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+    ):
+        os.environ.setdefault(name, value)  # without torchrun: one rank
+    rank = int(os.environ["RANK"])
+    try:
+        cfg = parse(argv)
+        validate(cfg, int(os.environ["WORLD_SIZE"]))
+        rows = check_inputs(cfg) if rank == 0 else None
+    except ValueError as e:
+        print(f"instar: {e}" if rank == 0 else "", file=sys.stderr)
+        return 2
+    try:
+        run(cfg, rows)
+    except InvariantError as e:
+        print(f"instar: an invariant failed. {e}", file=sys.stderr)
+        return 3
+    finally:
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
