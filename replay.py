@@ -87,14 +87,14 @@ def pack(segments: list[Segment], rows: list[int]) -> MicroBatch:
         out.experts = torch.full((*shape, *with_experts.shape[1:]), -1, dtype=torch.int16)
     for b, s in enumerate(picked):
         t = len(s)
-        out.tokens[b, :t] = torch.from_numpy(s.tokens.astype(np.int64))
-        out.mask[b, :t] = torch.from_numpy(s.mask)
-        out.behaviour_logprobs[b, :t] = torch.from_numpy(s.logprobs)
-        out.versions[b, :t] = torch.from_numpy(s.versions)
+        out.tokens[b, :t] = torch.tensor(s.tokens)
+        out.mask[b, :t] = torch.tensor(s.mask)
+        out.behaviour_logprobs[b, :t] = torch.tensor(s.logprobs)
+        out.versions[b, :t] = torch.tensor(s.versions)
         out.padding[b, :t] = False
         if s.experts is not None:
-            experts = torch.from_numpy(s.experts.astype(np.int16))
-            out.experts[b, :t] = experts.masked_fill(~torch.from_numpy(s.experts_ok)[:, None, None], -1)
+            experts = torch.tensor(s.experts.astype(np.int16))
+            out.experts[b, :t] = experts.masked_fill(~torch.tensor(s.experts_ok)[:, None, None], -1)
     return out
 
 

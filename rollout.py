@@ -410,6 +410,7 @@ def launch(cfg, rows: list[dict], position: int, least: int):
             num_cpus=need + cfg.runners + 2,
             num_gpus=len(gpus),
             include_dashboard=False,
+            _node_ip_address="127.0.0.1",
             runtime_env={"env_vars": env},
             **shared,
         )

@@ -29,6 +29,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
+
 import numpy as np
 import ray
 import torch
@@ -180,7 +182,7 @@ def parse(argv: list[str] | None = None) -> Config:
     )
     if unknown:
         names = ["--" + f.name for f in dataclasses.fields(Config)]
-        close = difflib.get_close_matches(unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=1)
+        close = difflib.get_close_matches(unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=1, cutoff=0.7)
         raise ValueError(
             f"{unknown[0]}: there is no such flag" + (f", did you mean {close[0]}?" if close else "; see --help")
         )
@@ -664,7 +666,7 @@ def advantages_of(cfg: Config, batch: dict, rows: list[int], segments: list, met
 
     mask = torch.zeros((len(rows), max([1, *map(len, segments)])), dtype=torch.bool)  # [B, T]
     for b, segment in enumerate(segments):
-        mask[b, : len(segment)] = torch.from_numpy(segment.mask)
+        mask[b, : len(segment)] = torch.tensor(segment.mask)
     credit = Batch(
         mask,
         rollout=torch.tensor([batch["rows"][i]["rollout"] for i in rows], dtype=torch.int64),
@@ -846,7 +848,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
 
     address, cfg = from_rank_0((address, cfg))  # the default --out has the time in it
     if rank:
-        ray.init(**address, log_to_driver=False)
+        ray.init(**address)
         rollouts = ray.get_actor("rollouts")
     model, mesh = build_model(cfg, device)
     optimizer, scheduler = build_optimizer(cfg, model)

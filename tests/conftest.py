@@ -1,0 +1,179 @@
+"""Fixtures. Engines are real, start once a session and are shared; each test leaves them as it found them."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import ray
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:  # what takes minutes or a download is asked for by name
+        if item.get_closest_marker("slow") or item.get_closest_marker("real_model"):
+            wanted = item.config.getoption("-m") or ""
+            if not ("slow" in wanted or "real_model" in wanted):
+                item.add_marker(pytest.mark.skip(reason="only in make test-all"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Folder with the tiny models dense, tied and moe."""
+    import tiny
+
+    folder = str(tmp_path_factory.mktemp("tiny"))
+    tiny.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A local Ray; its actors can import the project and the tests."""
+    path = os.pathsep.join([os.path.dirname(HERE), HERE])
+    env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    ray.init(num_cpus=16, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env={"env_vars": env}, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    """This process as the one trainer rank."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Stage:
+    """One model on both sides: a real engine in Ray and the FSDP2 trainer in this process, refitted to version 0."""
+
+    def __init__(self, model: str, **flags):
+        import torch
+        from planted import Engine
+        from refit import Refit
+        from replay import Replay
+        from server import Chat
+        from train import Config, build_model, build_optimizer, experts_of
+        from transformers import AutoConfig, AutoTokenizer
+
+        moe = bool(experts_of(AutoConfig.from_pretrained(model)))
+        defaults = dict(dtype="float32", replay_experts=moe, max_context=512, max_tokens=48)
+        self.cfg = Config(model=model, **defaults | flags)
+        place = dict(num_cpus=1, max_concurrency=1000)
+        self.engine = ray.remote(Engine).options(**place).remote(self.cfg, 0, True)
+        self.chat = Chat(AutoTokenizer.from_pretrained(model))
+        self.model, self.mesh = build_model(self.cfg, "cpu")
+        self.optimizer, _ = build_optimizer(self.cfg, self.model)
+        self.replay = Replay(self.model, self.cfg.temperature)
+        ray.get(self.engine.ready.remote(), timeout=300)
+        self.refit = Refit(self.model, [self.engine], 1, torch.float32, 1)
+        self.version = -1
+        self.weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.molt()
+
+    def ask(self, method: str, *args):
+        return ray.get(getattr(self.engine, method).remote(*args), timeout=120)
+
+    def molt(self, release: bool = True):
+        """Refit to the next version and probe; returns the largest probe gap."""
+        from train import PROBE, probe
+
+        self.version += 1
+        self.refit(self.version)
+        ids = self.chat.encode(PROBE)
+        meter = probe(self.cfg, self.replay, [self.ask("score", ids)], ids, self.version)
+        if release:
+            self.ask("release")
+        return meter["gap/on_version_max"]
+
+    def learn(self, scale: float = 0.05, seed: int = 0):
+        """Move every weight a little, as an optimizer step would."""
+        import torch
+
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p += scale * p.std() * torch.randn_like(p)
+
+    def reset(self):
+        """The first weights again, on both sides."""
+        import torch
+
+        with torch.no_grad():
+            for n, p in self.model.named_parameters():
+                p.copy_(self.weights[n])
+        self.molt()
+
+    def rollouts(self, n: int = 4, turns: int = 3, tokens: int = 24):
+        """n rows of real multi-turn episodes through `play`, with an environment that talks on."""
+        import asyncio
+
+        from rollout import play
+
+        cfg = SimpleNamespace(max_turns=turns, max_tokens=tokens, max_context=self.cfg.max_context)
+
+        async def call(method, *args):
+            return method(*args)
+
+        async def one(i):
+            from agent import Task
+
+            async def generate(ids, max_tokens, known):
+                one.count += 1
+                return await self.engine.generate.remote(f"test-{one.count}", ids, max_tokens, known)
+
+            task = Task([{"role": "user", "content": f"What is {i}+{3 * i}?"}], label=4 * i)
+            return await play(Talker(), task, self.chat, generate, cfg, call, i, i)
+
+        async def all_of_them():
+            return await asyncio.gather(*[one(i) for i in range(n)])
+
+        one.count = id(object())
+        return [s for r in asyncio.run(all_of_them()) for s in r.segments]
+
+    def check(self, segments, **flags):
+        """The trainer's side of a step: identity, old log-probs, gates; returns the metrics."""
+        import dataclasses
+
+        from replay import pack, plan
+        from train import Meter, check_gates, score
+
+        cfg, meter = dataclasses.replace(self.cfg, **flags), Meter()
+        micros = [pack(segments, m) for m in plan([len(s) for s in segments], 1, cfg.tokens_per_microbatch)[0]]
+        score(self.replay, micros, segments, self.version, meter)
+        check_gates(cfg, metrics := meter.local())
+        return metrics
+
+
+class Talker:
+    """An environment that never ends an episode by itself."""
+
+    def reset(self, task):
+        return task.messages
+
+    def step(self, reply):
+        return f"You said {len(reply)} letters. Go on, 12+{len(reply)}?", 0.5, False, {"letters": len(reply)}
+
+
+@pytest.fixture(scope="session")
+def dense(cluster, process_group, tiny):
+    return Stage(f"{tiny}/dense")
+
+
+@pytest.fixture(scope="session")
+def tied(cluster, process_group):
+    return Stage("examples/starter")
+
+
+@pytest.fixture(scope="session")
+def moe(cluster, process_group, tiny):
+    return Stage(f"{tiny}/moe")

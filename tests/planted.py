@@ -1,0 +1,85 @@
+"""Bugs planted in a real engine, for the tests that show a gate catching them. `Engine.plant(name)` breaks one mechanism in
+the engine's processes, `Engine.heal()` mends it. Run as a program it breaks the trainer's side and starts a real run:
+
+    python tests/planted.py temperature --steps 2 …
+"""
+
+import json
+import sys
+
+import refit
+import rollout
+
+
+class Engine(rollout.Engine):
+    """The real engine, with a door for the bugs."""
+
+    def __init__(self, cfg, index, cpu):
+        import dataclasses
+
+        args = json.loads(cfg.engine_args) | {"worker_extension_cls": "planted.WorkerExtension"}
+        super().__init__(dataclasses.replace(cfg, engine_args=json.dumps(args)), index, cpu)
+        self.bug = ""
+
+    async def plant(self, bug: str) -> None:
+        self.bug = bug
+        await self.llm.collective_rpc("plant", args=(bug,))
+
+    async def heal(self) -> None:
+        await self.plant("")
+
+    async def resume(self, version: int) -> None:
+        await super().resume(version)
+        if self.bug == "version not moved":
+            self.version = version - 1
+        if self.bug == "version stamped at completion":
+            for name in self.counts:
+                if name in self.spans:
+                    self.spans[name] = [(0, version)]
+
+
+if "vllm" in sys.modules:
+
+    class WorkerExtension(refit.WorkerExtension):
+        """Runs inside the worker."""
+
+        def plant(self, bug: str) -> None:
+            transport = self.weight_transfer_engine
+            self.model_runner.sampler.logprobs_mode = "raw_logprobs" if bug == "raw log-probs" else "processed_logprobs"
+            for name in ("load", "start_weight_update"):
+                transport.__dict__.pop(name, None)
+            if bug == "one bucket lost":
+                lost = []
+
+                def load(bucket, flat, spans):
+                    if lost:
+                        type(transport).load(transport, bucket, flat, spans)
+                    lost.append(bucket)
+
+                transport.load = load
+            if bug == "experts not repacked":
+
+                def start_weight_update():
+                    refit.initialize_layerwise_reload(transport.model)
+                    transport.loaded = [0, 0]
+
+                transport.start_weight_update = start_weight_update
+
+
+def main() -> int:
+    import train
+
+    bug = sys.argv[1]
+    if bug == "temperature":  # the trainer scores at another temperature than the engine sampled at
+        forward = train.Replay.forward
+        train.Replay.forward = lambda self, micro, temperature=None: forward(self, micro, temperature or 1.3)
+    elif bug == "weights":  # one tensor is never sent
+        tensors = refit.hf_tensors
+        refit.hf_tensors = lambda model, dtype: (x for x in tensors(model, dtype) if "layers.0.mlp.up_proj" not in x[0])
+    else:
+        raise SystemExit(f"no bug is called {bug}")
+    return train.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
