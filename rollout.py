@@ -16,6 +16,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import ray
@@ -391,6 +392,7 @@ def launch(cfg, rows: list[dict], position: int, least: int):
     On one node Ray gets the GPUs that torchrun's ranks do not use. Engines load while the caller builds its model.
     """
     here = os.path.dirname(os.path.abspath(__file__))
+    cfg = SimpleNamespace(**vars(cfg))  # actors need the values, not the module that defines the class
     env = {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false"}
     gpus = visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     need = cfg.engines * cfg.engine_tp

@@ -253,7 +253,8 @@ def check_inputs(cfg: Config) -> list[dict]:
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
     rows = load_rows(cfg.data, cfg.prompt_key)
-    if os.sep in cfg.model and not os.path.exists(cfg.model) and cfg.model.count("/") > 1:
+    parent = os.path.dirname(cfg.model)
+    if not os.path.isdir(cfg.model) and parent and os.path.isdir(parent):  # else it may be a hub name
         raise ValueError(f"--model {cfg.model}: there is no such folder")
     try:
         config = AutoConfig.from_pretrained(cfg.model)
@@ -484,7 +485,8 @@ class Meter(dict):
                 total, count = self.get(prefix + key, (0.0, 0.0))
                 self[prefix + key] = (total + float(value[0]), count + float(value[1]))
             else:
-                self[prefix + key] = max(self.get(prefix + key, float("-inf")), float(value))
+                old = self.get(prefix + key, float("-inf"))
+                self[prefix + key] = old if old >= float(value) or old != old else float(value)  # a nan wins
 
     def local(self) -> dict[str, float]:
         """sum / count (the sum where count is 0), or the max."""

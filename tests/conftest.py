@@ -69,7 +69,7 @@ class Stage:
         defaults = dict(dtype="float32", replay_experts=moe, max_context=512, max_tokens=48)
         self.cfg = Config(model=model, **defaults | flags)
         place = dict(num_cpus=1, max_concurrency=1000)
-        self.engine = ray.remote(Engine).options(**place).remote(self.cfg, 0, True)
+        self.engine = ray.remote(Engine).options(**place).remote(SimpleNamespace(**vars(self.cfg)), 0, True)
         self.chat = Chat(AutoTokenizer.from_pretrained(model))
         self.model, self.mesh = build_model(self.cfg, "cpu")
         self.optimizer, _ = build_optimizer(self.cfg, self.model)

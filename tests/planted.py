@@ -6,6 +6,7 @@ the engine's processes, `Engine.heal()` mends it. Run as a program it breaks the
 
 import json
 import sys
+from types import SimpleNamespace
 
 import refit
 import rollout
@@ -15,10 +16,8 @@ class Engine(rollout.Engine):
     """The real engine, with a door for the bugs."""
 
     def __init__(self, cfg, index, cpu):
-        import dataclasses
-
         args = json.loads(cfg.engine_args) | {"worker_extension_cls": "planted.WorkerExtension"}
-        super().__init__(dataclasses.replace(cfg, engine_args=json.dumps(args)), index, cpu)
+        super().__init__(SimpleNamespace(**vars(cfg) | {"engine_args": json.dumps(args)}), index, cpu)
         self.bug = ""
 
     async def plant(self, bug: str) -> None:

@@ -1,0 +1,225 @@
+"""rollout.py without engines: episodes with a scripted policy, the pool with scripted runners, the data."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+import rollout
+from agent import Agent, Env, Result, Task, digest
+from rollout import Rollout, Rollouts, Runner, TooManyFailed, load_rows, play, stamp
+from server import Chat, Reply
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat(AutoTokenizer.from_pretrained("examples/starter"))
+
+
+def scripted(chat, *texts):
+    """A policy that says `texts` in order, each ended by the end-of-turn token; records what it was asked."""
+    left = iter(texts)
+
+    async def generate(ids, max_tokens, known):
+        generate.asked.append((list(ids), max_tokens))
+        ids_out = [*chat.encode(next(left)), chat.tokenizer.eos_token_id][:max_tokens]
+        out = np.asarray(ids_out, np.int32)
+        logprobs, versions = -np.ones(len(out), np.float32), np.zeros(len(out), np.int32)
+        return Reply(out, logprobs, versions, digest(np.asarray(ids), out, logprobs, versions), "stop")
+
+    generate.asked = []
+    return generate
+
+
+def episode(chat, env, generate, **limits):
+    async def call(method, *args):
+        return await method(*args) if asyncio.iscoroutinefunction(method) else method(*args)
+
+    cfg = SimpleNamespace(**dict(max_turns=4, max_tokens=32, max_context=256) | limits)
+    task = Task([{"role": "user", "content": "What is 17+25?"}], label=42)
+    return asyncio.run(play(env, task, chat, generate, cfg, call, 3, 25))
+
+
+def test_an_episode_is_one_row_that_ends_with_the_last_reply(chat):
+    generate = scripted(chat, "<calc>17+25</calc>", "<answer>42</answer>")
+    out = episode(chat, Agent(), generate)
+    (row,) = out.segments
+    assert (out.result.reward, out.result.turn_rewards, out.result.truncated) == (1.0, [0.0, 1.0], False)
+    assert (row.group_id, row.rollout_id, row.reward, row.info) == (3, 25, 1.0, {"calls": 1.0})
+    assert row.tokens.tolist() == generate.asked[1][0] + [*chat.encode("<answer>42</answer>"), chat.tokenizer.eos_token_id]
+    assert generate.asked[1][0][: len(generate.asked[0][0])] == generate.asked[0][0]
+    assert row.mask.sum() == sum(end - start for start, end, _ in row.replies)
+
+
+def test_an_async_environment_may_give_several_messages(chat):
+    class Waits(Env):
+        async def reset(self, task):
+            await asyncio.sleep(0)
+            return [{"role": "system", "content": "Be brief."}, *task.messages]
+
+        async def step(self, reply):
+            await asyncio.sleep(0)
+            return [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}], 0.25, reply == "no", {}
+
+    out = episode(chat, Waits(), scripted(chat, "yes", "yes", "no"))
+    text = chat.tokenizer.decode(out.segments[0].tokens)
+    assert out.result.reward == 0.75 and text.count("<|im_start|>tool\na<|im_end|>\n<|im_start|>user\nb<|im_end|>") == 2
+
+
+def test_limits_on_turns_and_context_truncate_and_a_long_prompt_makes_no_row(chat):
+    out = episode(chat, Agent(), scripted(chat, "a", "b"), max_turns=2)
+    assert out.result.truncated and len(out.result.turn_rewards) == 2
+    prompt = len(chat.opening([{"role": "user", "content": "What is 17+25?"}]))
+    out = episode(chat, Agent(), scripted(chat, "<calc>17+25</calc>"), max_context=prompt + 3)
+    assert out.result.truncated and len(out.segments[0]) == prompt + 3
+    out = episode(chat, Agent(), scripted(chat), max_context=prompt)
+    assert out.result.truncated and out.segments == [] and out.result.reward == 0.0
+
+
+@pytest.mark.parametrize("reward", [None, "1", float("nan"), [1.0]])
+def test_a_reward_that_is_no_number_is_refused(chat, reward):
+    class Bad(Agent):
+        def step(self, reply):
+            return None, reward, True, {}
+
+    with pytest.raises((TypeError, ValueError), match="Bad.step returned the reward"):
+        episode(chat, Bad(), scripted(chat, "x"))
+
+
+def test_faults_of_an_agent_cost_its_rollout_only():
+    class Slow(Env):
+        async def step(self, reply):
+            await asyncio.sleep(60)
+
+    class Raises(Env):
+        def step(self, reply):
+            raise KeyError("tool")
+
+    class Speaks:
+        def remote(self, name, ids, max_tokens, known):
+            async def answer():
+                return Reply(*[np.asarray([65], d) for d in (np.int32, np.float32, np.int32)], b"", "stop")
+
+            return asyncio.ensure_future(answer())
+
+    cfg = SimpleNamespace(model="examples/starter", agent="agent.py", episode_timeout=0.5, max_turns=2, max_tokens=4, max_context=99)
+    runner = Runner(cfg, [SimpleNamespace(generate=Speaks())])
+    for agent, word in ((Slow, "--episode_timeout 0.5"), (Raises, "KeyError: 'tool'")):
+        runner.agent = agent
+        out = asyncio.run(runner.rollout(Task([{"role": "user", "content": "x"}]), 0, 0, 0))
+        assert word in out.error and out.segments == []
+
+
+class FakeRunner:
+    """Ends each rollout after a while; `fails(group, attempt, i)` tells which ones fail."""
+
+    def __init__(self, samples, fails=lambda group, attempt, i: False):
+        self.samples, self.fails, self.started, self.rollout = samples, fails, [], self
+
+    def remote(self, task, group_id, rollout_id, attempt):
+        async def run():
+            self.started.append((group_id, rollout_id, attempt))
+            await asyncio.sleep((rollout_id * 7919 % 5) / 1000)
+            error = "Traceback: boom" if self.fails(group_id, attempt, rollout_id % self.samples) else ""
+            return Rollout(group_id, rollout_id, Result(), [], error)
+
+        return asyncio.ensure_future(run())
+
+
+def pool(n_rows, runner, least=2, position=0, **flags):
+    defaults = dict(prompts=4, samples=2, data_epochs=1, seed=0, prompt_key="prompt", label_key="label", max_failed=0.5)
+    cfg = SimpleNamespace(**defaults | flags)
+    return Rollouts(cfg, [{"prompt": f"p{i}"} for i in range(n_rows)], [runner], least, position)
+
+
+def drain(p, steps=100):
+    async def run():
+        batches = []
+        while len(batches) < steps and (batch := await p.next_batch()):
+            batches.append(batch)
+            started = len(p.runners[0].started)
+            await asyncio.sleep(0.01)
+            assert len(p.runners[0].started) == started  # nothing runs between a batch and its refit
+            p.refitted()
+        return batches
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("n_rows,prompts,epochs", [(10, 4, 1), (3, 4, 1), (8, 4, 2), (1, 1, 3), (5, 16, 2)])
+def test_every_prompt_is_trained_once_a_pass_and_the_run_ends_by_itself(n_rows, prompts, epochs):
+    runner = FakeRunner(2)
+    batches = drain(pool(n_rows, runner, prompts=prompts, data_epochs=epochs))
+    groups = [g for b in batches for g in sorted({r["group"] for r in b["rollouts"]})]
+    assert groups == list(range(n_rows * epochs))
+    assert [len({r["group"] for r in b["rollouts"]}) for b in batches][:-1] == [prompts] * (len(batches) - 1)
+
+
+def test_the_order_of_prompts_comes_from_the_seed_and_goes_on_from_a_position():
+    def order(position, seed=0):
+        p = pool(20, FakeRunner(2), position=position, seed=seed, data_epochs=2)
+        return [p.next_prompt()[1]["prompt"] for _ in range(40 - position)]
+
+    whole = order(0)
+    assert sorted(whole[:20]) == sorted(whole[20:]) and whole[:20] != whole[20:]
+    assert order(13) == whole[13:] and order(0, seed=1) != whole
+
+
+def test_a_group_with_two_left_trains_and_a_smaller_one_is_queued_once_more():
+    runner = FakeRunner(3, fails=lambda group, attempt, i: (group == 1 and i == 0) or (group == 2 and attempt == 0 and i < 2))
+    (first, *_) = drain(pool(4, runner, samples=3), 1)
+    sizes = {g: sum(r["group"] == g for r in first["rollouts"]) for g in range(4)}
+    assert sizes == {0: 3, 1: 2, 2: 3, 3: 3}
+    assert first["counts"] == {"rollouts/finished": 11, "rollouts/failed": 3, "groups/retried": 1, "groups/lost": 0}
+    assert "boom" in first["first_error"]
+
+
+def test_a_group_that_fails_twice_is_lost_counted_and_replaced():
+    runner = FakeRunner(2, fails=lambda group, attempt, i: group == 1)
+    batches = drain(pool(9, runner, max_failed=1.0))
+    assert [sorted({r["group"] for r in b["rollouts"]}) for b in batches] == [[0, 2, 3, 4], [5, 6, 7, 8]]
+    assert batches[0]["counts"]["groups/lost"] == 1
+
+
+def test_a_batch_with_too_many_failures_stops_with_the_first_traceback():
+    with pytest.raises(TooManyFailed, match="(?s)--max_failed 0.5.*boom"):
+        drain(pool(50, FakeRunner(2, fails=lambda group, attempt, i: group % 4 > 0)))
+
+
+def test_a_stamp_gives_each_token_the_version_of_its_span():
+    assert stamp([(0, 3)], 4).tolist() == [3, 3, 3, 3]
+    assert stamp([(0, 3), (2, 4)], 5).tolist() == [3, 3, 4, 4, 4]
+    assert stamp([(0, 3), (0, 4), (3, 5)], 4).tolist() == [4, 4, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "lines,word",
+    [
+        ([], "empty"),
+        ([{"question": "x"}], "row 0 has no 'prompt'"),
+        ([{"prompt": "x"}, {"prompt": "y"}, {"prompt": None}], "row 2 has no 'prompt'"),
+        ([{"prompt": "x"}, {"label": 3}], "row 1 has no 'prompt'"),
+    ],
+)
+def test_bad_data_names_the_flag_and_the_row(tmp_path, lines, word):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=f"--data .*{word}"):
+        load_rows(str(path), "prompt")
+
+
+def test_rows_come_from_jsonl_and_parquet_alike(tmp_path):
+    from datasets import Dataset
+
+    rows = [{"prompt": f"p{i}", "label": i} for i in range(3)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    assert load_rows(str(tmp_path / "rows.parquet"), "prompt") == load_rows(str(tmp_path / "rows.jsonl"), "prompt") == rows
+
+
+@pytest.fixture(autouse=True)
+def no_object_store(monkeypatch):
+    monkeypatch.setattr(rollout.ray, "put", lambda x: x)
