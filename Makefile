@@ -1,0 +1,45 @@
+# make train     build .venv when it is missing (CPU lock), then run the default training; ARGS="--seed 1 …" adds flags
+# make test      the whole default test suite; make unit: only the fast tests; make test-all: the slow ones too
+# make venv      build .venv from the CPU lock; GPU=1: from requirements.txt, with CUDA; TORCH_INDEX=URL: take torch from there
+PYTHON ?= python3
+ARGS ?=
+GPU ?=
+TORCH_INDEX ?=
+
+.PHONY: train test unit test-all bench lint venv clean
+
+venv: .venv/ready
+
+# pip takes torch, since it finds a CPU build where the machine has one; uv takes the rest, in seconds
+.venv/ready: requirements-cpu.txt requirements.txt
+	$(PYTHON) -m venv .venv
+ifdef GPU
+	.venv/bin/pip install -q uv==0.13.9
+	echo quack-kernels==0.6.5 > .venv/override.txt
+	.venv/bin/uv pip install -q --python .venv/bin/python -r requirements.txt --overrides .venv/override.txt
+else
+	.venv/bin/pip install -q --no-deps torch==2.13.0 uv==0.13.9 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	.venv/bin/uv pip install -q --python .venv/bin/python --no-deps -r requirements-cpu.txt
+endif
+	touch .venv/ready
+
+train: venv
+	.venv/bin/python train.py $(ARGS)
+
+unit: venv
+	.venv/bin/python -m pytest -m "not e2e"
+
+test: venv
+	.venv/bin/python -m pytest
+
+test-all: venv
+	.venv/bin/python -m pytest -m "slow or not slow"
+
+bench: venv
+	.venv/bin/python tests/bench.py
+
+lint: venv
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+clean:
+	rm -rf .venv out
