@@ -122,9 +122,19 @@ class Refit:
 
         Raises InvariantError when a worker received or loaded something else than what was sent.
         """
-        start, sent, pending = time.perf_counter(), [], []
-        if self.engines:
-            ray.get([e.pause.remote() for e in self.engines])
+        start = time.perf_counter()
+        try:
+            size = self.send()
+            ray.get([e.resume.remote(version) for e in self.engines])
+        except ray.exceptions.RayError as e:
+            raise InvariantError(f"refit: an engine did not take the weights; the engines stay paused\n{e}") from None
+        seconds = time.perf_counter() - start
+        return {"refit/seconds": seconds, "refit/gb_per_s": size / seconds / 1e9} if self.engines else {}
+
+    def send(self) -> int:
+        """Pause, send every bucket, compare what arrived; returns the bytes sent."""
+        sent, pending = [], []
+        ray.get([e.pause.remote() for e in self.engines])
         for bucket in buckets(hf_tensors(self.model, self.dtype), self.limit):
             if self.engines:
                 flat, meta = pack(bucket)
@@ -132,13 +142,9 @@ class Refit:
                 pending = [e.receive.remote(meta) for e in self.engines]
                 broadcast(self.group, flat)
                 sent.append((len(bucket), flat.numel(), meta["checksum"]))
-        if not self.engines:
-            return {}
         ray.get(pending)
         self.verify(sent, ray.get([e.finish.remote() for e in self.engines]))
-        ray.get([e.resume.remote(version) for e in self.engines])
-        seconds = time.perf_counter() - start
-        return {"refit/seconds": seconds, "refit/gb_per_s": sum(n for _, n, _ in sent) / seconds / 1e9}
+        return sum(n for _, n, _ in sent)
 
     def verify(self, sent: list, reports: list) -> None:
         """Compare what was sent with what each worker of each engine handed to its loader."""

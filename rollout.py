@@ -95,8 +95,9 @@ class Engine:
         mark = digest(np.asarray(ids, np.int32), tokens, logprobs, versions)
         return Reply(tokens, logprobs, versions, mark, done.finish_reason, done.routed_experts)
 
-    async def score(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Log-probs at temperature 1 of ids[1:] (float32 [T-1]) and expert rows [T, L, K]; the probe, open or not."""
+    async def score(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """The probe, answered open or not: log-probs at temperature 1 of ids[1:] (float32 [T-1]), expert rows [T, L, K], and the
+        engine's version."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
@@ -108,7 +109,7 @@ class Engine:
             rows.logprobs[rows.token_ids.index(t, a, b)]
             for t, a, b in zip(ids[1:], rows.start_indices[1:], rows.end_indices[1:])
         ]
-        return np.asarray(logprobs, np.float32), out.outputs[0].routed_experts
+        return np.asarray(logprobs, np.float32), out.outputs[0].routed_experts, self.version
 
     async def join(self, host: str, port: int, rank: int, world: int, device: str) -> None:
         """Join the refit group with this engine's workers as ranks `rank`, `rank` + 1, …"""

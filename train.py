@@ -182,7 +182,9 @@ def parse(argv: list[str] | None = None) -> Config:
     )
     if unknown:
         names = ["--" + f.name for f in dataclasses.fields(Config)]
-        close = difflib.get_close_matches(unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(
+            unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=1, cutoff=0.7
+        )
         raise ValueError(
             f"{unknown[0]}: there is no such flag" + (f", did you mean {close[0]}?" if close else "; see --help")
         )
@@ -594,6 +596,10 @@ def check_gates(cfg: Config, m: dict[str, float]) -> None:
         raise InvariantError(
             "policy version: no token of this step was sampled by the trainer's version (gap/on_version_tokens 0)"
         )
+    if m["lag/max"] > 0:
+        raise InvariantError(
+            f"policy version: a token is {m['lag/max']:.0f} versions old in a strictly on-policy run (lag/max)"
+        )
     for name, limit in bounds(cfg).items():
         if not (gap := m[f"gap/on_version_{name}"]) <= limit:  # a nan fails too
             raise InvariantError(
@@ -681,6 +687,22 @@ def advantages_of(cfg: Config, batch: dict, rows: list[int], segments: list, met
     return advantages
 
 
+def global_tokens(tokens: list) -> float:
+    """Sum of this optimizer step's token counts over micro-batches and ranks, known before the first backward."""
+    total = torch.tensor(float(sum(tokens)), dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def check_mass(m: dict[str, float]) -> None:
+    """The tokens of each optimizer step, divided by its denominator, add up to 1 over ranks and micro-batches."""
+    if "loss/mass" in m and not abs(m["loss/mass"] - 1) <= 1e-6:
+        raise InvariantError(
+            f"loss denominator: the tokens of an optimizer step over its denominator add up to {m['loss/mass']:.6g} (loss/mass): "
+            "the denominator was local to a rank or a micro-batch"
+        )
+
+
 def learn(cfg: Config, replay, optimizer, mesh, batch: dict, parts: list, old: list, advantages, meter: Meter) -> int:
     """All optimizer steps on one batch; returns how many were taken.
 
@@ -700,13 +722,12 @@ def learn(cfg: Config, replay, optimizer, mesh, batch: dict, parts: list, old: l
         at = 0
         for part, size in zip(parts, batch["sizes"]):
             mine = range(at, at := at + len(part))
-            if cfg.loss_agg == "constant":
-                denominator = cfg.loss_length * size
-            else:  # of all ranks and micro-batches, known before the first backward
-                tokens = sum(counted(weights[i], flat[i].mask, cfg.is_denominator) for i in mine)
-                tokens = torch.as_tensor(tokens, dtype=torch.float64, device="cpu")
-                dist.all_reduce(tokens)
-                denominator = max(1.0, float(tokens))
+            tokens = [counted(weights[i], flat[i].mask, cfg.is_denominator) for i in mine]
+            total = global_tokens(tokens)
+            if total == 0:  # nothing to learn from, on any rank
+                continue
+            denominator = total if cfg.loss_agg == "token_mean" else cfg.loss_length * size
+            meter.add({"loss/mass": (float(sum(tokens)) / total, 1 / world)})
             for i in mine:
                 micro = flat[i]
                 with replay.experts(micro):  # open through backward
@@ -732,7 +753,11 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
     never empty; raises InvariantError, the engines still closed, when the gap is over --max_gap.
     """
     meter, sampled = Meter(), np.arange(len(ids)) > 0
-    for logprobs, experts in scores:
+    for logprobs, experts, engine_version in scores:
+        if engine_version != version:
+            raise InvariantError(
+                f"policy version: an engine stamps version {engine_version} after the refit to version {version}"
+            )
         row = Segment(np.asarray(ids, np.int32), sampled, np.r_[0, logprobs], np.where(sampled, version, -1), experts)
         row.experts_ok = None if experts is None else ~np.zeros(len(ids), bool)
         score(replay, [pack([row], [0])], [], version, meter, temperature=1.0)  # prompt log-probs are raw
@@ -911,6 +936,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         lr = scheduler.get_last_lr()[0]
         taken = learn(cfg, replay, optimizer, mesh, batch, parts, old, advantages, meter)
         scheduler.step()
+        learnt = meter.reduce(control)
+        check_mass(learnt)
         version += taken > 0
         clock.mark("time/train")
 

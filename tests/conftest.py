@@ -37,7 +37,13 @@ def cluster():
     """A local Ray; its actors can import the project and the tests."""
     path = os.pathsep.join([os.path.dirname(HERE), HERE])
     env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-    ray.init(num_cpus=16, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env={"env_vars": env}, log_to_driver=False)
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": env},
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 
@@ -59,11 +65,12 @@ class Stage:
     def __init__(self, model: str, **flags):
         import torch
         from planted import Engine
+        from transformers import AutoConfig, AutoTokenizer
+
         from refit import Refit
         from replay import Replay
         from server import Chat
         from train import Config, build_model, build_optimizer, experts_of
-        from transformers import AutoConfig, AutoTokenizer
 
         moe = bool(experts_of(AutoConfig.from_pretrained(model)))
         defaults = dict(dtype="float32", replay_experts=moe, max_context=512, max_tokens=48)
@@ -152,6 +159,42 @@ class Stage:
         score(self.replay, micros, segments, self.version, meter)
         check_gates(cfg, metrics := meter.local())
         return metrics
+
+    def update(self, segments, rewards=None, **flags):
+        """One batch through the trainer's own steps with a step size of 0; returns (metrics, the gradient as one vector)."""
+        import dataclasses
+
+        import torch
+
+        from replay import pack
+        from train import Meter, advantages_of, check_mass, deal, learn, score
+
+        cfg = dataclasses.replace(self.cfg, max_grad_norm=1e9, **flags)
+        rewards = rewards or [float(i % 3) for i in range(len(segments))]
+        results = [SimpleNamespace(reward=r) for r in rewards]
+        batch = {
+            "rollouts": [{"group": i // 2, "result": r} for i, r in enumerate(results)],
+            "rows": [{"id": i, "rollout": i, "tokens": len(s)} for i, s in enumerate(segments)],
+        }
+        deal(cfg, batch, 1)
+        parts, meter = [p[0] for p in batch["plan"]], Meter()
+        mine = [i for part in parts for m in part for i in m]
+        rows = [segments[i] for i in mine]
+        parts = [[pack(rows, [mine.index(i) for i in m]) for m in part] for part in parts]
+        old = score(self.replay, [m for part in parts for m in part], rows, self.version, meter)
+        advantages = advantages_of(cfg, batch, mine, rows, meter)
+        gradient = []
+
+        class Keep:  # an optimizer that keeps the gradient and moves nothing
+            def step(_):
+                gradient.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
+
+            def zero_grad(_):
+                self.model.zero_grad()
+
+        learn(cfg, self.replay, Keep(), self.mesh, batch, parts, old, advantages, meter)
+        check_mass(metrics := meter.local())
+        return metrics, gradient[-1]
 
 
 class Talker:

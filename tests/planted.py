@@ -27,6 +27,9 @@ class Engine(rollout.Engine):
     async def heal(self) -> None:
         await self.plant("")
 
+    async def running(self) -> int:
+        return self.llm.output_processor.get_num_unfinished_requests()
+
     async def resume(self, version: int) -> None:
         await super().resume(version)
         if self.bug == "version not moved":

@@ -58,7 +58,9 @@ def test_a_digest_covers_prompt_reply_logprobs_versions_and_their_borders():
         changed = [a.copy() for a in args]
         changed[i][-1] += 1
         assert digest(*changed) != one
-    assert digest(np.array([1]), np.array([2, 3, 4]), *args[2:]) != digest(np.array([1, 2]), np.array([3, 4]), *args[2:])
+    assert digest(np.array([1]), np.array([2, 3, 4]), *args[2:]) != digest(
+        np.array([1, 2]), np.array([3, 4]), *args[2:]
+    )
     nudged = np.nextafter(args[2].astype(np.float32), 0)
     assert digest(args[0], args[1], nudged, args[3]) != one
 

@@ -49,7 +49,10 @@ def test_an_episode_is_one_row_that_ends_with_the_last_reply(chat):
     (row,) = out.segments
     assert (out.result.reward, out.result.turn_rewards, out.result.truncated) == (1.0, [0.0, 1.0], False)
     assert (row.group_id, row.rollout_id, row.reward, row.info) == (3, 25, 1.0, {"calls": 1.0})
-    assert row.tokens.tolist() == generate.asked[1][0] + [*chat.encode("<answer>42</answer>"), chat.tokenizer.eos_token_id]
+    assert row.tokens.tolist() == generate.asked[1][0] + [
+        *chat.encode("<answer>42</answer>"),
+        chat.tokenizer.eos_token_id,
+    ]
     assert generate.asked[1][0][: len(generate.asked[0][0])] == generate.asked[0][0]
     assert row.mask.sum() == sum(end - start for start, end, _ in row.replies)
 
@@ -105,7 +108,9 @@ def test_faults_of_an_agent_cost_its_rollout_only():
 
             return asyncio.ensure_future(answer())
 
-    cfg = SimpleNamespace(model="examples/starter", agent="agent.py", episode_timeout=0.5, max_turns=2, max_tokens=4, max_context=99)
+    cfg = SimpleNamespace(
+        model="examples/starter", agent="agent.py", episode_timeout=0.5, max_turns=2, max_tokens=4, max_context=99
+    )
     runner = Runner(cfg, [SimpleNamespace(generate=Speaks())])
     for agent, word in ((Slow, "--episode_timeout 0.5"), (Raises, "KeyError: 'tool'")):
         runner.agent = agent
@@ -169,7 +174,9 @@ def test_the_order_of_prompts_comes_from_the_seed_and_goes_on_from_a_position():
 
 
 def test_a_group_with_two_left_trains_and_a_smaller_one_is_queued_once_more():
-    runner = FakeRunner(3, fails=lambda group, attempt, i: (group == 1 and i == 0) or (group == 2 and attempt == 0 and i < 2))
+    runner = FakeRunner(
+        3, fails=lambda group, attempt, i: (group == 1 and i == 0) or (group == 2 and attempt == 0 and i < 2)
+    )
     (first, *_) = drain(pool(4, runner, samples=3), 1)
     sizes = {g: sum(r["group"] == g for r in first["rollouts"]) for g in range(4)}
     assert sizes == {0: 3, 1: 2, 2: 3, 3: 3}
@@ -217,7 +224,9 @@ def test_rows_come_from_jsonl_and_parquet_alike(tmp_path):
     rows = [{"prompt": f"p{i}", "label": i} for i in range(3)]
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
-    assert load_rows(str(tmp_path / "rows.parquet"), "prompt") == load_rows(str(tmp_path / "rows.jsonl"), "prompt") == rows
+    assert (
+        load_rows(str(tmp_path / "rows.parquet"), "prompt") == load_rows(str(tmp_path / "rows.jsonl"), "prompt") == rows
+    )
 
 
 @pytest.fixture(autouse=True)

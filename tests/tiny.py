@@ -1,6 +1,6 @@
 """Tiny random models for tests: dense (own head), tied and a mixture of experts, with the starter's tokenizer.
 
-    python tests/tiny.py out/tiny        # writes out/tiny/{dense,tied,moe}
+python tests/tiny.py out/tiny        # writes out/tiny/{dense,tied,moe}
 """
 
 import sys
@@ -28,7 +28,9 @@ def make(folder: str) -> None:
         initializer_range=0.2,  # far from uniform, so that a wrong weight or expert shows
     )
     # layer 0 is dense, as in many mixtures of experts: an expert row of the wrong layer then shows
-    moe = dict(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True)
+    moe = dict(
+        moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True
+    )
     models = {
         "dense": Qwen3ForCausalLM(Qwen3Config(**common)),
         "tied": Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)),

@@ -1,0 +1,301 @@
+"""Real engine against real trainer, in one process: agreement, refits, pauses, and every planted bug with the gate that fires."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+import refit
+import train
+from agent import InvariantError, Result
+from replay import pack
+from server import Trace
+
+pytestmark = pytest.mark.e2e
+BAR = 1e-5  # fp32, the same for every test of agreement
+
+
+@pytest.fixture(params=["dense", "tied", "moe"])
+def stage(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_trainer_and_engine_agree_on_multi_turn_episodes(stage):
+    rows = stage.rollouts()
+    metrics = stage.check(rows)
+    assert metrics["gap/on_version_max"] <= BAR and metrics["gap/on_version_tokens"] > 100
+    assert {len(r.replies) for r in rows} == {3}
+    if stage.cfg.replay_experts:
+        assert (
+            metrics["experts/replayed"] == 1.0
+            and metrics["experts/missing"] == 0
+            and metrics["experts/agreement"] >= 0.98
+        )
+
+
+def test_five_refits_are_exact(stage):
+    try:
+        for i in range(5):
+            before = stage.ask("score", PROBE)[0]
+            stage.learn(seed=i)
+            assert stage.molt() <= BAR  # the probe compares engine and trainer on a fixed text
+            assert np.abs(stage.ask("score", PROBE)[0] - before).max() > 1e-2  # and the weights did move
+    finally:
+        stage.reset()
+
+
+PROBE = list(range(5, 60))
+
+
+def test_a_paused_engine_keeps_its_requests_and_stamps_the_versions_of_both_sides(dense):
+    """Tokens before the pause were sampled by the old weights, tokens after it by the new ones, and the stamps say so."""
+    try:
+        prompt, old = dense.chat.encode("Count: 1, 2, 3,"), dense.version
+        refs = [dense.engine.generate.remote(f"kept-{i}", prompt, 400, 0, 1.0) for i in range(4)]
+        before = {n: p.detach().clone() for n, p in dense.model.named_parameters()}
+        ray.wait(refs, timeout=0.5)
+        dense.learn(scale=0.3)
+        dense.molt()
+        replies = ray.get(refs, timeout=120)
+        assert any(r.versions[0] == old and r.versions[-1] == old + 1 for r in replies)
+        rows = []
+        for r in replies:
+            trace = Trace(prompt)
+            trace.reply(r)
+            rows.append(trace.segment(Result(), 0, 0))
+            assert (np.diff(r.versions) >= 0).all()
+        micro = pack(rows, list(range(4)))
+        for version, weights in ((old + 1, None), (old, before)):
+            if weights:
+                with torch.no_grad():
+                    for n, p in dense.model.named_parameters():
+                        p.copy_(weights[n])
+            on = micro.mask & (micro.versions == version)
+            with torch.no_grad():
+                gaps = (dense.replay.forward(micro)[0] - micro.behaviour_logprobs).abs()
+            assert on.sum() > 50 and gaps[on].max() <= BAR
+            assert gaps[micro.mask & ~on].max() > 1e-2  # the other side's tokens are not this version's
+    finally:
+        dense.reset()
+
+
+def test_a_closed_engine_lets_nothing_in_until_it_is_released(dense):
+    dense.molt(release=False)
+    ref = dense.engine.generate.remote("early", [5, 6, 7], 4)
+    assert ray.wait([ref], timeout=1.0)[0] == []
+    dense.ask("release")
+    assert (ray.get(ref, timeout=60).versions == dense.version).all()
+
+
+def test_more_than_a_tenth_of_the_starters_replies_encode_to_other_ids(tied):
+    rows = tied.rollouts(n=32, turns=2)
+    different = [
+        tied.chat.encode(tied.chat.tokenizer.decode(row.tokens[a:b])) != row.tokens[a:b].tolist()
+        for row in rows
+        for a, b, _ in row.replies
+    ]
+    assert np.mean(different) >= 0.1
+
+
+def test_a_cancelled_request_leaves_the_engine(dense):
+    ref = dense.engine.generate.remote("gone", [5, 6, 7], 450)
+    ray.wait([ref], timeout=0.3)
+    ray.cancel(ref)
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(ref, timeout=30)
+    assert dense.ask("running") == 0
+
+
+# ---- planted bugs: each breaks one mechanism and names the gate that catches it
+
+
+def fires(stage, rows, invariant, **flags):
+    with pytest.raises(InvariantError, match=f"^{invariant}"):
+        stage.check(rows, **flags)
+
+
+def test_planted_a_reply_is_encoded_again(tied):
+    rows = tied.rollouts(n=16)
+    changed = 0
+    for row in rows:  # what a text-based pipeline does; rows whose ids happen to survive it are no bug
+        for a, b, _ in row.replies:
+            again = np.asarray(tied.chat.encode(tied.chat.tokenizer.decode(row.tokens[a:b])), np.int32)[: b - a]
+            changed += again.tolist() != row.tokens[a:b].tolist()
+            row.tokens[a : a + len(again)] = again
+    assert changed
+    fires(tied, rows, "token identity")
+
+
+def test_planted_the_mask_is_shifted_by_one(dense):
+    rows = dense.rollouts(n=2)
+    rows[0].mask = np.roll(rows[0].mask, -1)
+    fires(dense, rows, "token identity")
+
+
+def test_planted_one_logprob_is_dropped(dense):
+    rows = dense.rollouts(n=2)
+    a, b, _ = rows[1].replies[0]
+    rows[1].logprobs[a : b - 1] = rows[1].logprobs[a + 1 : b].copy()
+    fires(dense, rows, "token identity")
+
+
+def test_planted_another_temperature_in_the_trainer(dense):
+    rows = dense.rollouts(n=2)
+    dense.replay.temperature = 0.9
+    try:
+        fires(dense, rows, "policy version: gap/on_version")
+    finally:
+        dense.replay.temperature = dense.cfg.temperature
+
+
+def test_planted_raw_instead_of_processed_logprobs(dense):
+    def at(temperature):
+        prompt = dense.chat.encode("What is 17+25?")
+        trace = Trace(prompt)
+        trace.reply(dense.ask("generate", "warm", prompt, 64, 0, temperature))
+        return [trace.segment(Result(), 0, 0)]
+
+    dense.replay.temperature = 0.7
+    try:
+        assert dense.check(at(0.7))["gap/on_version_max"] <= BAR
+        dense.ask("plant", "raw log-probs")
+        fires(dense, at(0.7), "policy version: gap/on_version")
+    finally:
+        dense.replay.temperature = dense.cfg.temperature
+        dense.ask("heal")
+
+
+@pytest.mark.parametrize("name", ["lm_head", "layers.1.mlp.down_proj", "embed_tokens"])
+def test_planted_a_tensor_is_not_sent(dense, monkeypatch, name):
+    tensors = refit.hf_tensors
+    monkeypatch.setattr(refit, "hf_tensors", lambda *a: (x for x in tensors(*a) if name not in x[0]))
+    try:
+        dense.learn()
+        with pytest.raises(InvariantError, match="^refit: the probe"):
+            dense.molt()
+        ref = dense.engine.generate.remote("after", [5, 6, 7], 4)
+        assert ray.wait([ref], timeout=1.0)[0] == []  # the engines stay closed
+    finally:
+        monkeypatch.undo()
+        dense.reset()
+        ray.get(ref, timeout=60)
+
+
+def test_planted_one_bucket_is_lost_by_a_worker(dense):
+    dense.ask("plant", "one bucket lost")
+    try:
+        dense.learn()
+        dense.refit.limit = 20_000  # several buckets
+        with pytest.raises(InvariantError, match="^refit: engine 0 worker 0 loaded .* the engines stay paused"):
+            dense.molt()
+    finally:
+        dense.refit.limit = 1 << 20
+        dense.ask("heal")
+        dense.reset()
+
+
+def test_planted_a_bucket_is_changed_on_the_way(dense, monkeypatch):
+    send = refit.broadcast
+
+    def flip(pg, flat):
+        flat = flat.clone()
+        flat[7] ^= 1
+        send(pg, flat)
+
+    monkeypatch.setattr(refit, "broadcast", flip)
+    try:
+        with pytest.raises(InvariantError, match="(?s)^refit: .*checksum"):
+            dense.molt()
+    finally:
+        monkeypatch.undo()
+        dense.reset()
+
+
+def test_planted_experts_are_not_repacked(moe):
+    moe.ask("plant", "experts not repacked")
+    try:
+        moe.learn(scale=0.3)
+        with pytest.raises(InvariantError, match="^refit: the probe"):
+            moe.molt()
+    finally:
+        moe.ask("heal")
+        moe.reset()
+
+
+def test_planted_experts_of_another_layer(moe):
+    rows = moe.rollouts(n=2)
+    for row in rows:
+        row.experts = row.experts[:, [0, 2, 1]].copy()
+    with pytest.raises(InvariantError, match="^(forward consistency|policy version)"):
+        moe.check(rows)
+    with pytest.raises(
+        InvariantError, match="^forward consistency: experts/agreement"
+    ):  # were the gap wide enough to hide it
+        moe.check(rows, max_gap=100.0)
+
+
+def test_planted_experts_are_shifted_by_one_token(moe):
+    rows = moe.rollouts(n=2)
+    for row in rows:
+        row.experts = np.roll(row.experts, 1, axis=0)
+    with pytest.raises(InvariantError, match="^forward consistency: experts/agreement"):
+        moe.check(rows, max_gap=100.0)
+
+
+def test_planted_rows_of_experts_are_lost(moe):
+    rows = moe.rollouts(n=2)
+    rows[0].experts_ok[rows[0].replies[1][0] : rows[0].replies[1][0] + 5] = False
+    fires(moe, rows, "forward consistency: .* have no expert row")
+
+
+def test_planted_the_version_moves_late(dense):
+    dense.ask("plant", "version not moved")
+    try:
+        with pytest.raises(InvariantError, match="^(policy version|refit)"):
+            dense.molt()
+            dense.check(dense.rollouts(n=2))
+    finally:
+        dense.ask("heal")
+        dense.reset()
+
+
+def test_planted_versions_are_stamped_at_completion(dense):
+    """A reply that lived through a refit claims to be of the new version as a whole."""
+    dense.ask("plant", "version stamped at completion")
+    try:
+        prompt = dense.chat.encode("Count: 1, 2, 3,")
+        ref = dense.engine.generate.remote("late", prompt, 400, 0, 1.0)
+        ray.wait([ref], timeout=0.5)
+        dense.learn(scale=0.3)
+        dense.molt()
+        trace = Trace(prompt)
+        trace.reply(ray.get(ref, timeout=60))
+        fires(dense, [trace.segment(Result(), 0, 0)], "policy version: gap/on_version")
+    finally:
+        dense.ask("heal")
+        dense.reset()
+
+
+def test_planted_a_denominator_of_one_micro_batch(dense, monkeypatch):
+    rows = dense.rollouts(n=4)
+    metrics, gradient = dense.update(rows, tokens_per_microbatch=512)
+    _, whole = dense.update(rows)
+    assert metrics["loss/mass"] == pytest.approx(1) and torch.allclose(gradient, whole, atol=1e-6)
+    monkeypatch.setattr(train, "global_tokens", lambda tokens: float(tokens[0]))
+    with pytest.raises(InvariantError, match="^loss denominator"):
+        dense.update(rows, tokens_per_microbatch=512)
+
+
+def test_engines_answer_many_requests_at_once_and_each_gets_its_own(dense):
+    async def all_of_them():
+        return await asyncio.gather(*[dense.engine.generate.remote(f"many-{i}", [5 + i, 6, 7], 8) for i in range(64)])
+
+    replies = asyncio.run(all_of_them())
+    rows = []
+    for i, r in enumerate(replies):
+        trace = Trace([5 + i, 6, 7])
+        trace.reply(r)
+        rows.append(trace.segment(Result(), i, i))
+    assert dense.check(rows)["gap/on_version_max"] <= BAR
