@@ -47,7 +47,9 @@ if "vllm" in sys.modules:
 
         def plant(self, bug: str) -> None:
             transport = self.weight_transfer_engine
-            self.model_runner.sampler.logprobs_mode = "raw_logprobs" if bug == "raw log-probs" else "processed_logprobs"
+            sampler = self.model_runner.sampler
+            mode = "raw_logprobs" if bug == "raw log-probs" else "processed_logprobs"
+            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
             for name in ("load", "start_weight_update"):
                 transport.__dict__.pop(name, None)
             if bug == "one bucket lost":

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -164,4 +163,3 @@ def test_padding_does_not_reach_a_real_token(small):
     alone, _ = scorer.forward(pack(rows, [0]))
     padded, _ = scorer.forward(pack(rows, [1, 0]))
     torch.testing.assert_close(alone[0], padded[1, :5], atol=1e-6, rtol=0)
-    assert not F.cosine_similarity(padded[0, :5], padded[1, :5], dim=0) == 1

@@ -1,0 +1,52 @@
+"""The same batch on 1 and 2 gloo ranks, in few and in many micro-batches, dense and a mixture of experts with EP 2."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def result(tiny, tmp_path_factory):
+    folder, done = tmp_path_factory.mktemp("ranks"), {}
+
+    def run(model, world, *args):
+        key = "-".join(map(str, (model, world, *args)))
+        if key not in done:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+            command += ["tests/ranks.py", f"{tiny}/{model}", str(folder / key), *map(str, args)]
+            out = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            assert out.returncode == 0, out.stderr[-3000:]
+            done[key] = torch.load(folder / key)
+        return done[key]
+
+    return run
+
+
+def same(a, b, what):
+    assert a["metrics"]["loss/policy"] == pytest.approx(b["metrics"]["loss/policy"], rel=1e-6, abs=1e-7)
+    for kind in ("gradients", "weights"):
+        assert a[kind].keys() == b[kind].keys()
+        for name in a[kind]:
+            scale = a[kind][name].abs().max().clamp(min=1e-6)
+            gap = ((a[kind][name] - b[kind][name]).abs().max() / scale).item()
+            assert gap <= 1e-6 * (1 if kind == "weights" else 3), f"{what}: {kind} of {name} differ by {gap:.1e}"
+
+
+@pytest.mark.parametrize("model,ep", [("dense", 1), ("tied", 1), ("moe", 2)])
+def test_two_ranks_give_the_loss_gradient_and_weights_of_one(result, model, ep):
+    same(result(model, 1), result(model, 2, ep), f"{model}, 2 ranks, EP {ep}")
+
+
+def test_many_micro_batches_give_the_gradient_of_few(result):
+    same(result("dense", 1), result("dense", 1, 1, 100), "100 tokens a micro-batch")
+    same(result("dense", 1), result("dense", 2, 1, 100), "2 ranks, 100 tokens a micro-batch")
+
+
+def test_the_loss_of_two_ranks_is_that_of_one_to_a_millionth(result):
+    """With rewards that do not cancel, so that a relative difference of the sum means something."""
+    one, two = (result("dense", world, 1, 150, "reinforce")["metrics"]["loss/policy"] for world in (1, 2))
+    assert one == pytest.approx(two, rel=1e-6) and abs(one) > 0.1
