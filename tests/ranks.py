@@ -1,4 +1,4 @@
-"""One batch through the trainer on any number of ranks; rank 0 writes loss, gradients and weights after an SGD step.
+"""One batch through the trainer on any number of ranks; rank 0 writes loss, gradients and the weights after an SGD step.
 
 torchrun --nproc-per-node 2 tests/ranks.py MODEL OUT.pt [EP [TOKENS_PER_MICROBATCH [ESTIMATOR]]]
 """
@@ -23,13 +23,35 @@ def full(tensor):
     return (tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor).detach().clone()
 
 
-def main(model_name, out, ep="1", budget="16384", estimator="reinforce_baseline"):
+def main(tiny: str, out: str) -> None:
+    """All jobs in one process, since most of the time is imports. A job: name, model, tokens per micro-batch, estimator."""
     dist.init_process_group("gloo")
+    for name, model, budget, estimator in (
+        ("dense", "dense", 16384, "reinforce_baseline"),
+        ("dense-many", "dense", 100, "reinforce_baseline"),
+        ("dense-positive", "dense", 150, "reinforce"),
+        ("tied", "tied", 16384, "reinforce_baseline"),
+        ("moe", "moe", 16384, "reinforce_baseline"),
+    ):
+        job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, estimator)
+    dist.destroy_process_group()
+
+
+def job(model_name: str, out: str, budget: int, estimator: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
+    ep = world if model_name.endswith("moe") else 1
     cfg = train.Config(
-        model=model_name, dtype="float32", ep=int(ep), tokens_per_microbatch=int(budget),
-        estimator=estimator, is_level="token", is_mode="clip", is_band=(0.5, 2.0), max_grad_norm=1e9, whiten=estimator != "reinforce",
-    )  # fmt: skip
+        model=model_name,
+        dtype="float32",
+        ep=ep,
+        tokens_per_microbatch=budget,
+        estimator=estimator,
+        whiten=estimator != "reinforce",
+        is_level="token",
+        is_mode="clip",
+        is_band=(0.5, 2.0),
+        max_grad_norm=1e9,
+    )
     model, mesh = train.build_model(cfg, "cpu")
     start = {n: full(p) for n, p in model.named_parameters()}
     replay = Replay(model, 1.0)
@@ -83,7 +105,6 @@ def main(model_name, out, ep="1", budget="16384", estimator="reinforce_baseline"
     if rank == 0:
         torch.save({"metrics": metrics, "gradients": gradients, "weights": weights, "start": start}, out)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

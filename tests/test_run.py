@@ -1,0 +1,142 @@
+"""Whole runs of train.py as a user starts them: learning, resuming after kill -9, a mixture of experts on two ranks, planted bugs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.e2e
+QUICK = ["--prompts", "4", "--samples", "4", "--show_every", "0"]
+
+
+def start(*args, ranks=0, script=("train.py",)):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return subprocess.Popen(
+        [sys.executable, *launcher, *script, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, timeout=300):
+    try:
+        text, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError("the run hangs:\n" + process.communicate()[0][-3000:]) from None
+    return process.returncode, text
+
+
+def metrics(out):
+    path = os.path.join(out, "metrics.jsonl")
+    return [json.loads(line) for line in open(path)] if os.path.exists(path) else []
+
+
+def test_default_training_climbs_to_nine_tenths(tmp_path):
+    """Unmodified defaults, seed 0, in five minutes; the exported model loads in transformers and plays unseen problems."""
+    from solve import greedy
+
+    begun = time.time()
+    code, text = finish(start("--out", tmp_path / "run"), timeout=420)
+    wall = time.time() - begun
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    assert rows[0]["reward/mean"] <= 0.4
+    assert sum(r["reward/mean"] for r in rows[-3:]) / 3 >= 0.9
+    assert max(r["gap/on_version_max"] for r in rows) <= 1e-5 and {r["tokens/digest_mismatch"] for r in rows} == {0}
+    assert "FAIL" not in text and text.count("PASS") >= 3
+    assert greedy(str(tmp_path / "run" / "model"), "examples/starter/heldout.jsonl") >= 0.9
+    print(f"default training: {wall:.0f} s")
+
+
+def test_a_mixture_of_experts_on_two_ranks_replays_its_engines_experts(tmp_path, tiny):
+    flags = [
+        "--model",
+        f"{tiny}/moe",
+        "--ep",
+        2,
+        "--replay_experts",
+        "--steps",
+        3,
+        "--estimator",
+        "reinforce",
+        "--no_whiten",
+    ]
+    code, text = finish(start(*QUICK, *flags, "--out", tmp_path / "run", ranks=2))
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["gap/on_version_max"] <= 1e-5 and row["experts/replayed"] == 1.0 and row["experts/agreement"] >= 0.98
+
+
+def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(tmp_path):
+    """Against the same run without a kill: prompts and learning rates are equal, the optimizer's state is restored."""
+    out = tmp_path / "run"
+    flags = [*QUICK, "--steps", 6, "--save_every", 1, "--keep", 9, "--schedule", "linear", "--out", out]
+    process = start(*flags)
+    while len(metrics(out)) < 3:  # the kill falls somewhere in the fourth step
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.2)
+    children = descendants(process.pid)
+    for pid in [process.pid, *children]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    (out / "checkpoint-999999.tmp").mkdir()  # as a kill in the middle of a save leaves it
+    before = metrics(out)
+    code, text = finish(start(*flags, "--resume"))
+    assert code == 0, text[-3000:]
+    after = metrics(out)
+    assert [r["step"] for r in after] == [1, 2, 3, 4, 5, 6] and [r["version"] for r in after] == [1, 2, 3, 4, 5, 6]
+    assert after[: len(before) - 1] == before[:-1]
+    assert [r["optim/lr"] for r in after] == pytest.approx([1e-3 * (1 - i / 6) for i in range(6)])
+    positions = [json.loads((out / f"checkpoint-{i:06d}" / "run.json").read_text())["position"] for i in range(1, 7)]
+    assert positions == [4, 8, 12, 16, 20, 24]  # no prompt lost, none twice
+    from torch.distributed.checkpoint import FileSystemReader
+
+    names = FileSystemReader(str(out / "checkpoint-000006")).read_metadata().state_dict_metadata
+    step = next(n for n in names if n.endswith(".step"))
+    state = {step: torch.zeros(())}
+    torch.distributed.checkpoint.load(state, checkpoint_id=str(out / "checkpoint-000006"), no_dist=True)
+    assert float(state[step]) == 6  # AdamW counted every step, before the kill and after
+
+
+def descendants(pid):
+    """Process ids below `pid`."""
+    found = []
+    for child in open(f"/proc/{pid}/task/{pid}/children").read().split():
+        found += [int(child), *descendants(int(child))]
+    return found
+
+
+@pytest.mark.parametrize(
+    "bug,words", [("temperature", "policy version: gap/on_version_max"), ("weights", "refit: the probe")]
+)
+def test_planted_in_a_real_run_the_gate_ends_it_with_code_3(tmp_path, bug, words):
+    code, text = finish(start(bug, *QUICK, "--steps", 2, "--out", tmp_path / "run", script=("tests/planted.py",)))
+    assert code == 3, text[-3000:]
+    assert f"instar: an invariant failed. {words}" in text and metrics(tmp_path / "run") == []
+
+
+def test_an_agent_that_always_raises_ends_the_run_with_code_1_and_its_traceback(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "from agent import Agent as Game\n\nclass Agent(Game):\n    def step(self, reply):\n        raise KeyError('my bug')\n"
+    )
+    code, text = finish(start(*QUICK, "--agent", tmp_path / "bad.py", "--out", tmp_path / "run"))
+    assert code == 1 and "--max_failed 0.5" in text and "KeyError: 'my bug'" in text
+
+
+def test_a_dataset_that_ends_ends_the_run(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"What is {i}+1?", "label": i + 1}) + "\n" for i in range(7))
+    )
+    flags = ["--data", tmp_path / "rows.jsonl", "--data_epochs", 1, "--steps", 50, "--minibatches", 2, "--epochs", 2]
+    code, text = finish(start(*QUICK, *flags, "--out", tmp_path / "run", ranks=1))
+    assert code == 0 and "the data has ended" in text, text[-3000:]
+    assert [r["rollouts/finished"] for r in metrics(tmp_path / "run")] == [16, 12]

@@ -1,0 +1,233 @@
+"""train.py without engines: bad input, schedules, metrics, gates, dealing, checkpoints' names."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from agent import InvariantError, Result
+from train import Config, Log, Meter, build_optimizer, check_gates, check_inputs, check_mass, deal, parse, validate
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        (dict(samples=1), "--samples 1.*--estimator grpo"),
+        (dict(samples=1, estimator="rloo"), "--samples 1.*rloo"),
+        (dict(prompts=10, minibatches=3), "--prompts 10 is not divisible by --minibatches 3"),
+        (dict(ep=2), "--ep 2 does not divide the 3 ranks"),
+        (dict(temperature=0.0), "--temperature 0"),
+        (dict(max_context=20000), "--tokens_per_microbatch 16384 is below --max_context 20000"),
+        (dict(is_level="seq", is_mode="trunc"), "--is_level seq.*--is_mode mask"),
+        (dict(is_band=(2.0, 1.0)), "--is_band 2.0 1.0"),
+        (dict(dual_clip=0.5), "--dual_clip 0.5"),
+        (dict(loss_agg="constant"), "--loss_length"),
+        (dict(loss_length=5), "--loss_length 5"),
+        (dict(resume=True), "--resume needs --out"),
+        (dict(engine_args="[1]"), "--engine_args"),
+        (dict(engine_args="{x"), "--engine_args"),
+        (dict(steps=0), "--steps 0 must be positive"),
+        (dict(lr=-1.0), "--lr -1.0 must be positive"),
+        (dict(max_failed=2.0), "--max_failed 2.0"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_name_of_its_flag(flags, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        validate(dataclasses.replace(Config(), **flags), world=3)
+
+
+def test_the_defaults_and_one_rollout_without_a_group_are_fine():
+    validate(Config())
+    validate(Config(samples=1, estimator="reinforce"))
+
+
+def test_an_unknown_flag_names_the_nearest_one():
+    with pytest.raises(ValueError, match="^--promts: there is no such flag, did you mean --prompts?"):
+        parse(["--promts", "3"])
+    with pytest.raises(ValueError, match="^--zzz: there is no such flag; see --help"):
+        parse(["--zzz"])
+
+
+def test_names_become_absolute_and_hub_names_stay():
+    cfg = parse(["--agent", "agent.py", "--model", "Qwen/Qwen3-0.6B", "--out", "out/x", "--is_band", "0.5", "5"])
+    assert cfg.agent == os.path.abspath("agent.py") and cfg.model == "Qwen/Qwen3-0.6B"
+    assert cfg.out == os.path.abspath("out/x") and cfg.is_band == (0.5, 5.0) and cfg.dtype in ("float32", "bfloat16")
+
+
+def test_bad_files_are_refused_before_any_process_starts(tmp_path, tiny):
+    good = Config(model=f"{tiny}/dense", data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "out"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "label": 1}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "no_class.py").write_text("x = 1\n")
+    (tmp_path / "file").write_text("")
+    assert check_inputs(good) == [{"prompt": "x", "label": 1}]
+    for flags, words in (
+        (dict(agent="nope.py"), "--agent nope.py: there is no such file"),
+        (dict(agent=str(tmp_path / "no_class.py")), "--agent .*no class named Agent"),
+        (dict(data="nope.jsonl"), "--data nope.jsonl: there is no such file"),
+        (dict(data=str(tmp_path / "empty.jsonl")), "--data .*empty"),
+        (dict(prompt_key="question"), "row 0 has no 'question'.*--prompt_key"),
+        (dict(model=str(tmp_path / "nope")), "--model .*there is no such folder"),
+        (dict(model=str(tmp_path)), "--model .*no model there"),
+        (dict(replay_experts=True), "--replay_experts: .* is dense"),
+        (dict(out=str(tmp_path / "file" / "out")), "--out .* cannot be written"),
+        (dict(resume=True), "--resume: .* has no checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=f"(?s){words}"):
+            check_inputs(dataclasses.replace(good, **flags))
+    check_inputs(dataclasses.replace(good, model=f"{tiny}/moe", replay_experts=True))
+    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="--out .* holds a run already: add --resume"):
+        check_inputs(good)
+
+
+@pytest.mark.parametrize(
+    "args,word",
+    [(["--promts", "3"], "--prompts"), (["--samples", "1"], "--samples 1"), (["--agent", "no.py"], "no.py")],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args, word, tmp_path):
+    command = [sys.executable, "train.py", "--out", str(tmp_path / "out"), *args]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = run.stderr.strip().splitlines()
+    assert run.returncode == 2 and len(lines) == 1 and lines[0].startswith("instar: ") and word in lines[0]
+
+
+@pytest.mark.parametrize(
+    "schedule,warmup,want",
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("constant", 4, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", 0, [1 - i / 10 for i in range(10)]),
+        ("cosine", 2, [0.5, 1, *[0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(schedule, warmup, want):
+    cfg = Config(steps=10, lr=2.0, schedule=schedule, warmup=warmup)
+    optimizer, scheduler = build_optimizer(cfg, torch.nn.Linear(2, 2))
+    got = []
+    for _ in range(10):
+        got.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    if warmup == 2:  # the first step after the warm-up is the peak
+        want = [0.5, 1.0, *want[2:]]
+    assert got == pytest.approx([2.0 * w for w in want])
+
+
+def test_metrics_add_up_sums_counts_and_maxima_and_keep_a_nan():
+    meter = Meter()
+    meter.add({"mean": (3.0, 2), "sum": (1, 0), "max": 1.0})
+    meter.add({"mean": (1.0, 2), "sum": (4, 0), "max": -5.0}, "")
+    assert meter.local() == {"mean": 1.0, "sum": 5.0, "max": 1.0}
+    for order in ([1.0, math.nan], [math.nan, 1.0]):
+        meter = Meter()
+        for value in order:
+            meter.add({"max": value})
+        assert math.isnan(meter.local()["max"])
+
+
+def healthy(**changes):
+    m = {
+        "gap/on_version_max": 1e-6,
+        "gap/on_version_mean": 1e-7,
+        "gap/on_version_k3": 1e-9,
+        "gap/on_version_tokens": 50.0,
+    }
+    m |= {"lag/max": 0.0, "experts/missing": 0.0, "experts/agreement": 1.0, "tokens/sampled": 100.0}
+    return m | {k.replace("__", "/"): v for k, v in changes.items()}
+
+
+@pytest.mark.parametrize(
+    "changes,dtype,words",
+    [
+        (dict(gap__on_version_max=2e-5), "float32", "policy version: gap/on_version_max"),
+        (dict(gap__on_version_max=math.nan), "float32", "policy version: gap/on_version_max"),
+        (dict(gap__on_version_mean=0.03), "bfloat16", "policy version: gap/on_version_mean"),
+        (dict(gap__on_version_k3=0.002), "bfloat16", "policy version: gap/on_version_k3"),
+        (dict(gap__on_version_tokens=0.0), "float32", "policy version: no token"),
+        (dict(lag__max=1.0), "float32", "policy version: a token is 1 versions old"),
+        (dict(experts__missing=2.0), "float32", "forward consistency: 2.0% of the sampled tokens"),
+        (dict(experts__agreement=0.9), "float32", "forward consistency: experts/agreement"),
+        (dict(experts__agreement=math.nan), "float32", "forward consistency: experts/agreement"),
+    ],
+)
+def test_each_gate_names_its_invariant(changes, dtype, words):
+    cfg = Config(dtype=dtype, replay_experts=True)
+    check_gates(cfg, healthy())
+    with pytest.raises(InvariantError, match=f"^{words}"):
+        check_gates(cfg, healthy(**changes))
+
+
+def test_max_gap_moves_the_bound():
+    check_gates(Config(dtype="float32", max_gap=1e-3), healthy(gap__on_version_max=5e-4))
+
+
+def test_a_denominator_that_does_not_cover_the_step_is_caught():
+    check_mass({"loss/mass": 1.0})
+    for mass in (2.0, 0.5, math.nan):
+        with pytest.raises(InvariantError, match="^loss denominator"):
+            check_mass({"loss/mass": mass})
+
+
+def test_minibatches_hold_whole_groups_and_every_row_once():
+    rng = np.random.default_rng(0)
+    rollouts = [{"group": g, "result": Result()} for g in range(7) for _ in range(3)]
+    rows = [{"rollout": int(o), "tokens": int(rng.integers(1, 50))} for o in rng.integers(0, 21, 40)]
+    batch = {"rollouts": rollouts, "rows": rows}
+    deal(Config(minibatches=3, tokens_per_microbatch=100), batch, 2)
+    assert batch["sizes"] == [9, 6, 6] and len(batch["plan"]) == 3
+    seen = [[i for rank in part for micro in rank for i in micro] for part in batch["plan"]]
+    assert sorted(i for part in seen for i in part) == list(range(40))
+    groups = [{rows[i]["rollout"] // 3 for i in part} for part in seen]
+    assert not (groups[0] & groups[1] or groups[1] & groups[2] or groups[0] & groups[2])
+
+
+def test_resuming_cuts_the_metrics_at_the_checkpoint(tmp_path):
+    from rich.console import Console
+
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3, 4)))
+    Log(Config(out=str(tmp_path)), Console(quiet=True), 2).close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_half_written_checkpoint_is_never_the_newest(tmp_path):
+    for name in ("checkpoint-000002", "checkpoint-000010", "checkpoint-000011.tmp"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in train.checkpoints(str(tmp_path))] == ["checkpoint-000002", "checkpoint-000010"]
+
+
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(process_group):
+    """The weights stay, optim/skipped counts, and the version does not move."""
+    from types import SimpleNamespace
+
+    from test_replay import segment
+
+    from replay import pack
+
+    model, meter = torch.nn.Linear(1, 1), Meter()
+
+    class Scorer:
+        def __init__(self):
+            self.model = model
+
+        def experts(self, micro):
+            return train.contextlib.nullcontext()
+
+        def forward(self, micro):
+            return micro.mask * model.weight.sum() * math.nan, None
+
+    row = segment(5, [(2, 5)])
+    micro = pack([row], [0])
+    batch = {"rollouts": [{"group": 0, "result": Result()}], "rows": [{"rollout": 0}], "sizes": [1]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.clone()
+    cfg, mesh = Config(), SimpleNamespace(device_mesh=None, moe_mesh=None)
+    taken = train.learn(cfg, Scorer(), optimizer, mesh, batch, [[micro]], [torch.zeros(1, 5)], torch.ones(1, 5), meter)
+    assert taken == 0 and torch.equal(model.weight, before) and meter.local()["optim/skipped"] == 1
