@@ -558,6 +558,7 @@ class Log:
             f"gap {m['gap/on_version_max']:.1e}  clip {m['loss/clip_share']:.3f}  grad {m['optim/grad_norm']:.2f}  "
             f"{m['time/step']:.1f} s (generate {m['time/generate']:.1f}, train {m['time/train']:.1f}, refit {m['time/refit']:.1f})",
             highlight=False,
+            soft_wrap=True,
         )
         if self.wandb:
             self.wandb.log(m, step=m["step"])
@@ -848,6 +849,7 @@ def verdict(cfg: Config, console, m: dict[str, float]) -> None:
 
 # ---- the loop
 
+START_TIMEOUT = 1800  # seconds for the engines to load
 PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
 
 
@@ -884,7 +886,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     replay, console = Replay(model, cfg.temperature), Console(quiet=rank > 0)
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
     clock.mark("time/start_trainer")
-    ray.get([e.ready.remote() for e in engines])
+    ray.get([e.ready.remote() for e in engines], timeout=START_TIMEOUT)
     host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
     refit = Refit(model, engines, cfg.engine_tp, getattr(torch, cfg.dtype), cfg.refit_bucket_mb, host)
     clock.mark("time/start_engines")
@@ -894,7 +896,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         metrics = refit(version)
         seen = probe(cfg, replay, from_rank_0(ray.get([e.score.remote(ids) for e in engines])), ids, version)
         ray.get([e.release.remote() for e in engines])
-        return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}, seen
+        return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}, seen if rank == 0 else Meter()
 
     ids, version = chat.encode(PROBE)[: cfg.max_context - 1], where["version"]
     refit_metrics, seen = molt(version)
@@ -944,30 +946,22 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         # the molt
         refit_metrics, seen = molt(version)
         clock.mark("time/refit")
-        position = from_rank_0(ray.get(rollouts.refitted.remote()) if rank == 0 else None)
+        position = ray.get(rollouts.refitted.remote()) if rank == 0 else None
 
-        metrics = (
-            {"step": step + 1, "version": version, "optim/lr": lr}
-            | batch_metrics(batch)
-            | checked
-            | meter.reduce(control)
-        )
+        metrics = {"step": step + 1, "version": version, "optim/lr": lr} | batch_metrics(batch) | checked | learnt
         where = {"step": step + 1, "version": version, "position": position}
         if cfg.save_every and (step + 1) % cfg.save_every == 0:
             save_checkpoint(cfg, model, optimizer, scheduler, where)
             clock.mark("time/save")
         if rank == 0:
-            log.write(
-                metrics
-                | refit_metrics
-                | times(clock.take(), metrics["tokens/trained"] + metrics["tokens/context"], device)
-            )
+            tokens = metrics["tokens/trained"] + metrics["tokens/context"]
+            log.write(metrics | refit_metrics | times(clock.take(), tokens, device))
             if cfg.show_every and step % cfg.show_every == 0 and segments:
                 show(console, chat, segments[0])
             if batch["first_error"] and not log.shown_error:
                 log.shown_error = True
                 console.print(
-                    "a rollout failed; the first traceback:\n" + batch["first_error"], style="red", markup=False
+                    f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red", markup=False
                 )
 
     if rank == 0:
@@ -981,21 +975,16 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, run; returns the exit code."""
-    for name, value in (
-        ("RANK", "0"),
-        ("LOCAL_RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", "0"),
-    ):
-        os.environ.setdefault(name, value)  # without torchrun: one rank
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update({k: v for k, v in alone.items() if k not in os.environ})  # without torchrun: one rank
     rank = int(os.environ["RANK"])
     try:
         cfg = parse(argv)
         validate(cfg, int(os.environ["WORLD_SIZE"]))
         rows = check_inputs(cfg) if rank == 0 else None
     except ValueError as e:
-        print(f"instar: {e}" if rank == 0 else "", file=sys.stderr)
+        if rank == 0:
+            print(f"instar: {e}", file=sys.stderr)
         return 2
     try:
         run(cfg, rows)

@@ -1,0 +1,229 @@
+"""Where the time goes, and how near each part is to its limit. Ratios within one run, since machines are noisy.
+
+python tests/bench.py                # everything below, into out/bench.json
+python tests/bench.py run            # default training: start-up, generate, train, refit, idle
+python tests/bench.py generate       # tokens/s of a generate phase against the same requests sent directly to AsyncLLM
+python tests/bench.py refit          # GB/s of a refit of 0.1 B parameters against a plain memory copy
+python tests/bench.py logprob        # peak memory of the chunked log-prob against the full one, 8k tokens × 152k vocabulary
+"""
+
+import asyncio
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+os.chdir(ROOT)
+
+
+def run(*flags: str) -> dict:
+    """Default training as a user starts it."""
+    out, begun = os.path.abspath(f"out/bench-{time.time_ns()}"), time.perf_counter()
+    text = subprocess.run([sys.executable, "train.py", "--out", out, *flags], capture_output=True, text=True).stdout
+    wall = time.perf_counter() - begun
+    rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
+    spent = {
+        name: sum(r[f"time/{name}"] for r in rows)
+        for name in ("generate", "train", "refit", "engine_idle", "trainer_idle")
+    }
+    ready = float(re.search(r"ready after (\d+) s", text)[1])
+    return {
+        "wall_seconds": wall,
+        "startup_seconds": ready,
+        "end_seconds": wall - ready - sum(r["time/step"] for r in rows),
+        **{f"{name}_seconds": value for name, value in spent.items()},
+        "steps": len(rows),
+        "steps_per_minute": 60 * len(rows) / sum(r["time/step"] for r in rows),
+        "sampled_tokens_per_second": sum(r["tokens/trained"] for r in rows) / spent["generate"],
+        "reward_first": rows[0]["reward/mean"],
+        "reward_last_3": sum(r["reward/mean"] for r in rows[-3:]) / 3,
+        "gap_on_version_max": max(r["gap/on_version_max"] for r in rows),
+    }
+
+
+def generate(prompts: int = 16, samples: int = 8) -> dict:
+    """One batch through Runner and Engine, then the same requests, as long and as concurrent, straight to the AsyncLLM."""
+    import ray
+
+    import rollout
+    import train
+
+    class Engine(rollout.Engine):
+        """Records its requests and can replay them without instar."""
+
+        async def generate(self, name, *args):
+            reply = await super().generate(name, *args)
+            self.__dict__.setdefault("chains", {}).setdefault(name.split(".")[0], []).append(
+                (list(args[0]), len(reply.tokens))
+            )
+            return reply
+
+        async def take(self):
+            chains, self.chains = getattr(self, "chains", {}), {}
+            return chains
+
+        async def direct(self, chains):
+            from vllm import SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+
+            async def play(name, chain):
+                for i, (ids, n) in enumerate(chain):
+                    params = SamplingParams(
+                        max_tokens=n,
+                        ignore_eos=True,
+                        logprobs=0,
+                        detokenize=False,
+                        flat_logprobs=True,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    )
+                    async for _ in self.llm.generate(
+                        {"prompt_token_ids": ids}, params, request_id=f"direct-{name}-{i}"
+                    ):
+                        pass
+
+            await self.llm.reset_prefix_cache()
+            begun = time.perf_counter()
+            await asyncio.gather(*[play(*item) for item in chains.items()])
+            return time.perf_counter() - begun
+
+    cfg = train.parse(["--prompts", str(prompts), "--samples", str(samples)])
+    rollout.Engine = Engine
+    engines, rollouts, _ = rollout.launch(cfg, rollout.load_rows(cfg.data, cfg.prompt_key), 0, 2)
+    (engine,) = engines
+    ray.get(engine.release.remote())
+    ratios, rates = [], []
+    for _ in range(5):
+        begun = time.perf_counter()
+        ray.get(rollouts.next_batch.remote())
+        through = time.perf_counter() - begun
+        ray.get(rollouts.refitted.remote())
+        chains = ray.get(engine.take.remote())
+        alone = ray.get(engine.direct.remote(chains))
+        tokens = sum(n for chain in chains.values() for _, n in chain)
+        ratios.append(alone / through)
+        rates.append((tokens / through, tokens / alone))
+    ray.shutdown()
+    middle = sorted(range(5), key=lambda i: ratios[i])[2]  # the median of five
+    return {
+        "tokens_per_second": rates[middle][0],
+        "direct_tokens_per_second": rates[middle][1],
+        "ratio": ratios[middle],
+        "ratios": ratios,
+    }
+
+
+def refit() -> dict:
+    """Refit of a random 0.1 B model in fp32 to one engine; a plain copy of as many bytes beside it."""
+    import tempfile
+
+    import ray
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    import rollout
+    import train
+    from refit import Refit
+
+    folder = tempfile.mkdtemp()
+    tokenizer = AutoTokenizer.from_pretrained("examples/starter")
+    shape = dict(
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=32768, max_position_embeddings=1024, **shape)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    cfg = train.parse(["--model", folder])
+    engines, _, _ = rollout.launch(cfg, [{"prompt": "x"}], 0, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, _ = train.build_model(cfg, "cpu")
+    ray.get([e.ready.remote() for e in engines])
+    mover = Refit(model, engines, 1, torch.float32, cfg.refit_bucket_mb)
+    speeds = [mover(i)["refit/gb_per_s"] for i in range(4)][1:]
+    size = sum(p.nbytes for p in model.parameters())
+    source, target = torch.ones(size // 4), torch.empty(size // 4)
+    copies = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        target.copy_(source)
+        copies.append(size / (time.perf_counter() - begun) / 1e9)
+    ray.shutdown()
+    best, copy = max(speeds), max(copies)
+    return {"model_gb": size / 1e9, "refit_gb_per_s": best, "memory_copy_gb_per_s": copy, "ratio": best / copy}
+
+
+def logprob(tokens: int = 8192, vocabulary: int = 151_936, hidden: int = 256) -> dict:
+    """Growth of the peak memory over forward and backward, each in a process of its own."""
+    grown = {}
+    for kind in ("chunked", "full"):
+        out = subprocess.run(
+            [sys.executable, __file__, "_logprob", kind, str(tokens), str(vocabulary), str(hidden)],
+            capture_output=True,
+            text=True,
+        )
+        grown[kind] = json.loads(out.stdout.strip().splitlines()[-1])
+    return {
+        "chunked_gb": grown["chunked"][0],
+        "full_gb": grown["full"][0],
+        "memory_ratio": grown["full"][0] / grown["chunked"][0],
+        "chunked_seconds": grown["chunked"][1],
+        "full_seconds": grown["full"][1],
+    }
+
+
+def _logprob(kind: str, *sizes: str) -> None:
+    import torch
+
+    from replay import Head
+
+    tokens, vocabulary, hidden = map(int, sizes)
+    torch.manual_seed(0)
+    head, states = torch.nn.Linear(hidden, vocabulary, bias=False), torch.randn(1, tokens, hidden, requires_grad=True)
+    targets = torch.randint(vocabulary, (tokens,))
+    head.weight.grad, states.grad = torch.zeros_like(head.weight), torch.zeros_like(states)
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    if kind == "full":
+        logprobs = head(states)[0].log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    else:
+        chunked = Head(head)
+        chunked.where, chunked.targets = torch.ones(1, tokens, dtype=torch.bool), targets
+        logprobs = head(states)[:, 0]
+    logprobs.sum().backward()
+    seconds = time.perf_counter() - begun
+    print(json.dumps([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6, seconds]))
+
+
+def main() -> None:
+    parts = {"run": run, "generate": generate, "refit": refit, "logprob": logprob}
+    if sys.argv[1:2] == ["_logprob"]:
+        return _logprob(*sys.argv[2:])
+    wanted = sys.argv[1:] or list(parts)
+    if len(wanted) > 1:  # each in a process of its own: Ray and process groups start once in a process
+        for name in wanted:
+            subprocess.run([sys.executable, __file__, name], check=True)
+        return None
+    (name,) = wanted
+    result = parts[name]()
+    path = os.path.join("out", "bench.json")
+    os.makedirs("out", exist_ok=True)
+    everything = json.load(open(path)) if os.path.exists(path) else {}
+    everything[name] = result | {"cores": os.cpu_count(), "threads": os.environ.get("OMP_NUM_THREADS", "")}
+    json.dump(everything, open(path, "w"), indent=1)
+    print(f"\n{name}")
+    for key, value in result.items():
+        print(f"  {key:28} {value:.4g}" if isinstance(value, float) else f"  {key:28} {value}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
