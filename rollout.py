@@ -169,13 +169,16 @@ class Rollout:
     result: Result = field(default_factory=Result)
     segments: list[Segment] = field(default_factory=list)
     error: str = ""
+    other_ids: int = (
+        0  # replies whose text encodes to other ids than were sampled: what replay by text would train wrongly
+    )
     seconds: float = 0.0
 
 
 async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0) -> Rollout:
     """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call` awaits a sync or async method."""
     messages = list(await call(env.reset, task))
-    trace, result, limit = Trace(chat.opening(messages)), Result(), "turns"
+    trace, result, limit, other_ids = Trace(chat.opening(messages)), Result(), "turns", 0
     for _ in range(cfg.max_turns):
         room = cfg.max_context - len(trace)
         if room < 1:
@@ -183,6 +186,7 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
             break
         reply = await generate(trace.tokens, min(cfg.max_tokens, room), trace.known())
         trace.reply(reply)
+        other_ids += chat.encode(chat.tokenizer.decode(reply.tokens)) != reply.tokens.tolist()
         text = chat.text(reply.tokens)
         observation, reward, done, info = await call(env.step, text)
         result.turn_rewards.append(number(reward, f"{type(env).__name__}.step returned the reward"))
@@ -196,7 +200,7 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
         messages += [{"role": "assistant", "content": text}, *new]
     result.reward, result.truncated = sum(result.turn_rewards), bool(limit)
     segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
-    return Rollout(group_id, rollout_id, result, segments)
+    return Rollout(group_id, rollout_id, result, segments, other_ids=other_ids)
 
 
 def number(value, what: str) -> float:
@@ -340,7 +344,10 @@ class Rollouts:
                 )
                 self.next_row += 1
         batch = {
-            "rollouts": [{"group": o.group_id, "result": o.result, "seconds": o.seconds} for o in rollouts],
+            "rollouts": [
+                {"group": o.group_id, "result": o.result, "seconds": o.seconds, "other_ids": o.other_ids}
+                for o in rollouts
+            ],
             "rows": rows,
             "counts": {
                 "rollouts/finished": len(rollouts),
