@@ -404,7 +404,7 @@ def launch(cfg, rows: list[dict], position: int, least: int):
     env = {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false"}
     gpus = visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     need = cfg.engines * cfg.engine_tp
-    shared = dict(namespace=f"instar-{os.getpid()}-{time.time_ns()}", log_to_driver=False)
+    shared = dict(namespace=f"instar-{os.getpid()}-{time.time_ns()}", log_to_driver=False, logging_level="error")
     if cfg.ray_address:
         ray.init(address=cfg.ray_address, runtime_env={"env_vars": env}, **shared)
         cpu = not ray.cluster_resources().get("GPU")

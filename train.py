@@ -18,12 +18,14 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import logging
 import math
 import os
 import resource
 import shutil
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -980,6 +982,9 @@ def main(argv: list[str] | None = None) -> int:
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ.update({k: v for k, v in alone.items() if k not in os.environ})  # without torchrun: one rank
     rank = int(os.environ["RANK"])
+    if "PYTHONWARNINGS" not in os.environ:  # libraries warn about much that is meant to be so; set it to see all of it
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
     try:
         cfg = parse(argv)
         validate(cfg, int(os.environ["WORLD_SIZE"]))
@@ -993,6 +998,12 @@ def main(argv: list[str] | None = None) -> int:
     except InvariantError as e:
         print(f"instar: an invariant failed. {e}", file=sys.stderr)
         return 3
+    except ray.exceptions.RayError as e:
+        print(
+            f"instar: an actor failed; its own log is in {os.path.realpath('/tmp/ray/session_latest/logs')}\n{e}",
+            file=sys.stderr,
+        )
+        return 1
     finally:
         ray.shutdown()
     return 0

@@ -38,21 +38,66 @@ def metrics(out):
     return [json.loads(line) for line in open(path)] if os.path.exists(path) else []
 
 
-def test_default_training_climbs_to_nine_tenths(tmp_path):
-    """Unmodified defaults, seed 0, in five minutes; the exported model loads in transformers and plays unseen problems."""
+def train_by_default(out, seed):
+    """Unmodified defaults; returns (wall seconds, metrics, console text)."""
+    begun = time.time()
+    code, text = finish(start("--out", out, *(["--seed", seed] if seed else [])), timeout=420)
+    assert code == 0, text[-3000:]
+    return time.time() - begun, metrics(out), text
+
+
+def check_learning(out, wall, rows, text):
     from solve import greedy
 
-    begun = time.time()
-    code, text = finish(start("--out", tmp_path / "run"), timeout=420)
-    wall = time.time() - begun
-    assert code == 0, text[-3000:]
-    rows = metrics(tmp_path / "run")
+    assert wall <= 300
     assert rows[0]["reward/mean"] <= 0.4
     assert sum(r["reward/mean"] for r in rows[-3:]) / 3 >= 0.9
     assert max(r["gap/on_version_max"] for r in rows) <= 1e-5 and {r["tokens/digest_mismatch"] for r in rows} == {0}
+    assert rows[0]["rollouts/retokenised"] >= 0.1
     assert "FAIL" not in text and text.count("PASS") >= 3
-    assert greedy(str(tmp_path / "run" / "model"), "examples/starter/heldout.jsonl") >= 0.9
-    print(f"default training: {wall:.0f} s")
+    solved = greedy(str(out / "model"), "examples/starter/heldout.jsonl")  # 200 problems, operands never demonstrated
+    print(f"{wall:.0f} s, reward {rows[0]['reward/mean']:.2f} to {rows[-1]['reward/mean']:.2f}, held out {solved:.3f}")
+    assert solved >= 0.9
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("default") / "run"
+    return out, *train_by_default(out, 0)
+
+
+def test_default_training_climbs_to_nine_tenths_in_five_minutes(trained):
+    check_learning(*trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_default_training_climbs_from_other_seeds_too(tmp_path, seed):
+    check_learning(tmp_path / "run", *train_by_default(tmp_path / "run", seed))
+
+
+def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_run(tmp_path, trained):
+    """The trained policy goes on from its export: vLLM loads it, and it plays as well as it did. 7 prompts make 2 batches."""
+    (tmp_path / "rows.jsonl").write_text("".join(open("examples/starter/train.jsonl").readlines()[:7]))
+    flags = [
+        "--model",
+        trained[0] / "model",
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--data_epochs",
+        1,
+        "--steps",
+        50,
+        "--lr",
+        1e-5,
+    ]
+    flags += ["--minibatches", 2, "--epochs", 2, "--wandb", "instar-test"]
+    code, text = finish(start(*QUICK, *flags, "--out", tmp_path / "run", ranks=1))
+    assert code == 0 and "the data has ended" in text, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    assert [r["rollouts/finished"] for r in rows] == [16, 12]
+    assert sum(r["reward/mean"] for r in rows) / 2 >= 0.8
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
 def test_a_mixture_of_experts_on_two_ranks_replays_its_engines_experts(tmp_path, tiny):
@@ -130,13 +175,3 @@ def test_an_agent_that_always_raises_ends_the_run_with_code_1_and_its_traceback(
     )
     code, text = finish(start(*QUICK, "--agent", tmp_path / "bad.py", "--out", tmp_path / "run"))
     assert code == 1 and "--max_failed 0.5" in text and "KeyError: 'my bug'" in text
-
-
-def test_a_dataset_that_ends_ends_the_run(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"What is {i}+1?", "label": i + 1}) + "\n" for i in range(7))
-    )
-    flags = ["--data", tmp_path / "rows.jsonl", "--data_epochs", 1, "--steps", 50, "--minibatches", 2, "--epochs", 2]
-    code, text = finish(start(*QUICK, *flags, "--out", tmp_path / "run", ranks=1))
-    assert code == 0 and "the data has ended" in text, text[-3000:]
-    assert [r["rollouts/finished"] for r in metrics(tmp_path / "run")] == [16, 12]
