@@ -21,7 +21,7 @@ import torch.distributed as dist
 from agent import InvariantError
 
 TIMEOUT = timedelta(seconds=120)
-ALIGN = 16  # bytes; a view of another dtype needs an aligned start
+ALIGN, PAGE = 16, 4096  # bytes: a view of another dtype needs an aligned start; buckets are whole pages
 
 
 def group(host: str, port: int, rank: int, world: int, device: str, store=None):
@@ -43,11 +43,11 @@ def broadcast(pg, flat: torch.Tensor) -> None:
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """A position-dependent 64-bit sum of a bucket (uint8, a multiple of 4 bytes), on whatever device it lies."""
-    words, total = flat.view(torch.int32), 0
-    for i, part in enumerate(words.split(1 << 24)):  # bounds the int64 copy to 128 MiB
-        position = torch.arange(len(part), device=part.device) % 65521 + 1 + i
-        total += int((part.long() * position).sum())
+    """A 64-bit sum of a bucket (uint8, a multiple of PAGE bytes) that depends on every word's place, on the device where it lies."""
+    words = flat.view(torch.int64).view(-1, PAGE // 8)  # [pages, 512]
+    total = 0
+    for sums in (words.sum(0), words.sum(1)):
+        total += int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
     return total & (1 << 64) - 1
 
 
@@ -58,7 +58,7 @@ def offsets(dtypes: list[str], shapes: list[list[int]]) -> tuple[list[tuple[int,
         size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
         spans.append((at, at + size))
         at += -(-size // ALIGN) * ALIGN
-    return spans, at
+    return spans, -(-at // PAGE) * PAGE
 
 
 def hf_tensors(model, dtype: torch.dtype):
@@ -95,7 +95,7 @@ def pack(bucket: list) -> tuple[torch.Tensor, dict]:
         "shapes": [list(t.shape) for _, t in bucket],
     }
     spans, size = offsets(meta["dtypes"], meta["shapes"])
-    flat = torch.zeros(size, dtype=torch.uint8, device=bucket[0][1].device)
+    flat = torch.zeros(size, dtype=torch.uint8, device=bucket[0][1].device)  # padding has to be equal too
     for (start, end), (_, tensor) in zip(spans, bucket):
         flat[start:end] = tensor.contiguous().flatten().view(torch.uint8)
     return flat, meta | {"checksum": checksum(flat)}
@@ -216,7 +216,7 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
                     yield name, flat[start:end].view(getattr(torch, dtype)).view(shape)
 
             self.model.load_weights(tensors())
-            self.loaded[1] = (self.loaded[1] + checksum(flat)) & (1 << 64) - 1
+            self.loaded[1] = (self.loaded[1] + bucket.checksum) & (1 << 64) - 1
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)

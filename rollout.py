@@ -71,6 +71,7 @@ class Engine:
         name: unique among running requests; known: leading tokens whose expert rows the caller already has.
         """
         from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         await self.released.wait()
@@ -85,7 +86,7 @@ class Engine:
         )
         self.spans[name] = [(0, self.version)]
         try:
-            async for out in self.llm.generate({"prompt_token_ids": list(ids)}, params, request_id=name):
+            async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=name):
                 done = out.outputs[0]
         finally:
             spans = self.spans.pop(name)
@@ -99,10 +100,11 @@ class Engine:
         """The probe, answered open or not: log-probs at temperature 1 of ids[1:] (float32 [T-1]), expert rows [T, L, K], and the
         engine's version."""
         from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
 
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         name = f"probe-{time.monotonic_ns()}"
-        async for out in self.llm.generate({"prompt_token_ids": list(ids)}, params, request_id=name):
+        async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=name):
             pass
         rows = out.prompt_logprobs
         logprobs = [
