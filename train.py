@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
+os.environ.setdefault("RAY_worker_niceness", "0")  # else engines yield the CPU to everything, the trainer's imports first
 
 import numpy as np
 import ray

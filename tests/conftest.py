@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
