@@ -167,6 +167,7 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
         WeightTransferUpdateInfo,
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     @dataclass
@@ -220,6 +221,10 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
+            for module in self.model.modules():
+                if self.device.type == "cpu" and isinstance(module, ParallelLMHead):
+                    # a tied head shares the weight but has a packed copy of its own, which vLLM 0.30 leaves stale
+                    module.quant_method.process_weights_after_loading(module)
 
         def shutdown(self) -> None:
             self.group = None

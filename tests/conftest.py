@@ -215,7 +215,7 @@ def dense(cluster, process_group, tiny):
 
 @pytest.fixture(scope="session")
 def tied(cluster, process_group):
-    return Stage("examples/starter")
+    return Stage("examples/starter")  # its head is tied
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ if "vllm" in sys.modules:
             sampler = self.model_runner.sampler
             mode = "raw_logprobs" if bug == "raw log-probs" else "processed_logprobs"
             sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
-            for name in ("load", "start_weight_update"):
+            for name in ("load", "start_weight_update", "finish_weight_update"):
                 transport.__dict__.pop(name, None)
             if bug == "one bucket lost":
                 lost = []
@@ -61,6 +61,10 @@ if "vllm" in sys.modules:
                     lost.append(bucket)
 
                 transport.load = load
+            if bug == "tied head not repacked":
+                transport.finish_weight_update = lambda: refit.finalize_layerwise_reload(
+                    transport.model, transport.model_config
+                )
             if bug == "experts not repacked":
 
                 def start_weight_update():

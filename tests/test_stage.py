@@ -224,6 +224,17 @@ def test_planted_experts_are_not_repacked(moe):
         moe.reset()
 
 
+def test_planted_a_tied_head_is_not_repacked(tied):
+    tied.ask("plant", "tied head not repacked")
+    try:
+        tied.learn()
+        with pytest.raises(InvariantError, match="^refit: the probe"):
+            tied.molt()
+    finally:
+        tied.ask("heal")
+        tied.reset()
+
+
 def test_planted_experts_of_another_layer(moe):
     rows = moe.rollouts(n=2)
     for row in rows:
