@@ -32,7 +32,9 @@ from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
-os.environ.setdefault("RAY_worker_niceness", "0")  # else engines yield the CPU to everything, the trainer's imports first
+os.environ.setdefault(
+    "RAY_worker_niceness", "0"
+)  # else engines yield the CPU to everything, the trainer's imports first
 
 import numpy as np
 import ray
@@ -107,7 +109,7 @@ class Config:
     replay_experts: bool = False
     """replay the engine's expert choices in the trainer (mixture of experts only)"""
     max_gap: float = 0.0
-    """bound on gap/on_version; 0 means 1e-5 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16"""
+    """bound on gap/on_version; 0 means 1e-4 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16"""
     # ---- estimator.py
     estimator: Literal["grpo", "rloo", "reinforce", "reinforce_baseline", "dr_grpo"] = "grpo"
     """rewards to advantages"""
@@ -146,9 +148,9 @@ class Config:
     """passes over each batch"""
     minibatches: int = 1
     """optimizer steps per pass; divides --prompts"""
-    lr: float = 1e-3
+    lr: float = 2e-3
     """peak learning rate"""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate after the warm-up"""
     warmup: int = 0
     """steps of linear warm-up"""
@@ -590,7 +592,7 @@ def times(spans: dict[str, float], tokens: int, device: str) -> dict[str, float]
 def bounds(cfg: Config) -> dict[str, float]:
     """The limits on gap/on_version_…; in bfloat16 single tokens differ by much, so the mean and k3 are bounded instead."""
     if cfg.dtype == "float32":
-        return {"max": cfg.max_gap or 1e-5}
+        return {"max": cfg.max_gap or 1e-4}
     return {"mean": cfg.max_gap or 0.02, "k3": (cfg.max_gap or 0.02) / 20}
 
 

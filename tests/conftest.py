@@ -74,7 +74,13 @@ class Stage:
         from train import Config, build_model, build_optimizer, experts_of
 
         moe = bool(experts_of(AutoConfig.from_pretrained(model)))
-        defaults = dict(dtype="float32", replay_experts=moe, max_context=512, max_tokens=48)
+        defaults = dict(
+            dtype="float32",
+            max_gap=1e-5 if "tiny" in model else 3e-5,
+            replay_experts=moe,
+            max_context=512,
+            max_tokens=48,
+        )
         self.cfg = Config(model=model, **defaults | flags)
         place = dict(num_cpus=1, max_concurrency=1000)
         self.engine = ray.remote(Engine).options(**place).remote(SimpleNamespace(**vars(self.cfg)), 0, True)

@@ -147,7 +147,7 @@ def healthy(**changes):
 @pytest.mark.parametrize(
     "changes,dtype,words",
     [
-        (dict(gap__on_version_max=2e-5), "float32", "policy version: gap/on_version_max"),
+        (dict(gap__on_version_max=2e-4), "float32", "policy version: gap/on_version_max"),
         (dict(gap__on_version_max=math.nan), "float32", "policy version: gap/on_version_max"),
         (dict(gap__on_version_mean=0.03), "bfloat16", "policy version: gap/on_version_mean"),
         (dict(gap__on_version_k3=0.002), "bfloat16", "policy version: gap/on_version_k3"),
