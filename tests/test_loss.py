@@ -278,7 +278,7 @@ def test_a_batch_without_action_tokens_gives_zero_and_not_nan():
         loss, metrics = step(x, OLD, BEHAVIOUR, ADVANTAGES, nothing, CLIPS[2], gate, 7)
         assert loss == 0 and not torch.autograd.grad(loss, x)[0].any()
         assert metrics["is/rejected"] == (0, 0) and metrics["loss/ratio_max"] == 0
-    assert gap(LOGPROBS, BEHAVIOUR, nothing) == {"mean": (0, 0), "k3": (0, 0), "max": 0, "tokens": (0, 0)}
+    assert gap(LOGPROBS, BEHAVIOUR, nothing) == {"mean": (0, 0), "k3": (0, 0), "max": 0, "p999": 0, "tokens": (0, 0)}
 
 
 def by_micro_batches(rows, cfg, gate, cuts, denominator):
@@ -326,6 +326,7 @@ def test_gap_is_its_formula():
         assert close(found["mean"][0], math.fsum(map(abs, d)))
         assert close(found["k3"][0], math.fsum(math.exp(-x) - 1 + x for x in bounded))
         assert close(found["max"], max(map(abs, d), default=0.0))
+        assert close(found["p999"], sorted([*map(abs, d), 0.0], reverse=True)[len(d) // 1000])
         assert found["tokens"] == (len(d), 0) and found["mean"][1] == found["k3"][1] == len(d)
 
 

@@ -25,7 +25,7 @@ def make(folder: str) -> None:
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,  # far from uniform, so that a wrong weight or expert shows
+        initializer_range=0.1,  # far from uniform, so that a wrong weight or expert shows
     )
     # layer 0 is dense, as in many mixtures of experts: an expert row of the wrong layer then shows
     moe = dict(
