@@ -142,7 +142,7 @@ class Config:
     refit_bucket_mb: int = 256
     """megabytes per bucket"""
     # ---- train.py
-    steps: int = 30
+    steps: int = 32
     """batches to train on"""
     epochs: int = 1
     """passes over each batch"""
@@ -956,11 +956,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         position = ray.get(rollouts.refitted.remote()) if rank == 0 else None
 
         metrics = {"step": step + 1, "version": version, "optim/lr": lr} | batch_metrics(batch) | checked | learnt
-        where = {"step": step + 1, "version": version, "position": position}
-        if cfg.save_every and (step + 1) % cfg.save_every == 0:
-            save_checkpoint(cfg, model, optimizer, scheduler, where)
-            clock.mark("time/save")
-        if rank == 0:
+        if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tokens = metrics["tokens/trained"] + metrics["tokens/context"]
             log.write(metrics | refit_metrics | times(clock.take(), tokens, device))
             if cfg.show_every and step % cfg.show_every == 0 and segments:
@@ -970,6 +966,10 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
                 console.print(
                     f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red", markup=False
                 )
+        where = {"step": step + 1, "version": version, "position": position}
+        if cfg.save_every and (step + 1) % cfg.save_every == 0:
+            save_checkpoint(cfg, model, optimizer, scheduler, where)
+            clock.mark("time/save")
 
     if rank == 0:
         log.close()

@@ -1,12 +1,9 @@
 """Make the starter: a tiny policy that plays agent.py's calculator game badly, and the data to make it play well.
 
-It trains a byte-level BPE tokenizer and a Qwen3 of half a million parameters on demonstrations of mixed quality, and writes
-both with train.jsonl and heldout.jsonl (rows {"prompt": "What is 17+25-8?", "label": 34}) to examples/starter/. The policy
-copies numbers well, but most games are lost to guesses, broken tags, a wrong order, a useless call: that is left to RL.
-Held-out problems are made of numbers that no demonstration has as an operand. Replies are cut at random places before they
-are encoded (a seeded kin of BPE dropout), so a good share of sampled replies is not what their text encodes to.
-
-It does no reinforcement learning. The same machine makes the same files. Some minutes on one or two CPU cores:
+Trains a byte-level BPE tokenizer and a Qwen3 of 0.3 M parameters on demonstrations of mixed quality, and writes both with
+train.jsonl and heldout.jsonl to examples/starter/. The policy copies numbers well, but loses most games to guesses, broken tags, a
+wrong order: that is left to RL. Held-out problems are made of numbers that no demonstration has as an operand. Replies are cut at
+random places before they are encoded (a kin of BPE dropout, arXiv 1910.13267). Ten minutes on one CPU core:
 
     python examples/make_starter.py
 """
@@ -17,7 +14,6 @@ import json
 import random
 import re
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -26,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from agent import ANSWER, CALL, Agent, Task  # noqa: E402
+from agent import Agent, Task
 
 CHAT = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -35,37 +31,36 @@ SPLIT = (
 )
 HELDOUT = sorted(random.Random(0).sample(range(10, 100), 20))  # the operands of held-out problems
 POOL = [n for n in range(1, 100) if n not in HELDOUT]
-CUT = 0.04  # chance that a reply is cut before a character when it is encoded
+CUT = 0.02  # chance that a reply is cut before a character when it is encoded
 # What the demonstrator does while operations are left, and once the result is there. A good turn comes in several wordings,
 # none of them the likeliest reply to the prompt, so that greedy decoding starts low too.
-LEFT = {"good": 0.40, "guess": 0.40, "order": 0.07, "broken": 0.13}
-READY = {"good": 0.76, "guess": 0.08, "again": 0.08, "broken": 0.08}
+LEFT = {"good": 0.38, "guess": 0.33, "operand": 0.10, "order": 0.06, "broken": 0.13}
+READY = {"good": 0.76, "operand": 0.08, "again": 0.08, "broken": 0.08}
 
 
 def problem(rng: random.Random, pool: list[int], operands: int) -> dict:
     """One data row: two numbers with + - or *, or three, the last one with + or -."""
     a, b, c = rng.choices(pool, k=3)
-    text = f"{a}{rng.choice('+-*')}{b}" + (f"{rng.choice('+-')}{c}" if operands == 3 else "")
+    text = f"{a}{rng.choice('+-*')}{b}" + f"{rng.choice('+-')}{c}" * (operands == 3)
     return {"prompt": f"What is {text}?", "label": eval(text)}
 
 
 def demonstrate(rng: random.Random, row: dict, clean: bool) -> list[tuple[str, str]]:
     """Play one game of at most four turns, well (`clean`) or with mixed luck: (reply, observation) of each turn."""
     numbers, ops = re.findall(r"\d+", row["prompt"]), re.findall(r"[-+*]", row["prompt"])
-    terms, game, turns, done = list(numbers), Agent(), [], False
+    terms, game, turns, done, call = list(numbers), Agent(), [], False, ""
     game.reset(Task([], row["label"]))
     while not done and len(turns) < 4:
         odds = LEFT if ops else READY
         act = "good" if clean else rng.choices(list(odds), odds.values())[0]
-        if act == "guess":
-            reply = f"I guess <answer>{rng.choice(numbers)}</answer>"
-        elif not ops and act != "again":
-            reply = rng.choice(["", "", "So ", "The answer is "]) + f"<answer>{terms[0]}</answer>"
+        if act in ("guess", "operand") or (not ops and act != "again"):
+            number = {"guess": str(rng.randint(1, 99)), "operand": rng.choice(numbers)}.get(act, terms[0])
+            words = rng.choice(["", "", "I guess "] if act == "guess" else ["", "", "So ", "The answer is "])
+            reply = f"{words}<answer>{number}</answer>"
         else:
             at = len(ops) - 1 if act == "order" else 0
-            call = call if act == "again" else f"<calc>{terms[at]}{ops[at]}{terms[at + 1]}</calc>"  # noqa: F821
-            words = rng.choice(["", "", "Now "] if turns else ["", "First ", "Let me see: "])
-            reply = ("Last " if act == "order" else words) + call
+            call = call if act == "again" else f"<calc>{terms[at]}{ops[at]}{terms[at + 1]}</calc>"
+            reply = rng.choice(["", "", "Now "] if turns else ["", "", "First ", "Let me see: "]) + call
         reply = reply.split("</")[0] if act == "broken" else reply
         observation, _, done, _ = game.step(reply)
         turns.append((reply, observation or ""))
@@ -94,37 +89,32 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(texts + [m.__doc__ for m in (argparse, collections, json, random, re, Path)], trainer)
     bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     names = dict(pad_token="<|endoftext|>", eos_token="<|im_end|>", clean_up_tokenization_spaces=False)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT, model_max_length=1024, **names)
+    names = dict(pad_token="<|endoftext|>", eos_token="<|im_end|>", model_max_length=1024)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT, **names)
 
 
-def encode(tok, text: str, cuts: random.Random | None = None) -> list[int]:
-    """Ids of a text; with `cuts` it is cut at random places first, and each piece is encoded on its own."""
-    pieces = "".join("\0" + c if cuts and cuts.random() < CUT else c for c in text).split("\0")
-    return [i for piece in pieces for i in tok.backend_tokenizer.encode(piece).ids]
-
-
-def between(tok, observation: str) -> list[int]:
-    """Ids from the end of a prompt or reply (its <|im_end|> included) to the start of the next reply."""
-    return encode(tok, f"\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n")
-
-
-def train(model, tok, games: list, steps: int, lr: float) -> None:
+def train(model, tok, games: list, steps: int = 2000, lr: float = 3e-3) -> None:
     """Fit the replies of the games, 32 a batch: the first 70% of the steps on the first half of the games."""
     rng, optimizer = random.Random(2), torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
+
+    def encode(text: str, cut: float = 0.0) -> list[int]:
+        pieces = "".join("\0" + c if cut and rng.random() < cut else c for c in text).split("\0")
+        return [i for piece in pieces for i in tok.backend_tokenizer.encode(piece).ids]
+
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1, step / 30, 1.01 - step / steps)
-        half = len(games) // 2
-        rows = []
+        half, rows = len(games) // 2, []
         for row, turns in rng.choices(games[:half] if step < 0.7 * steps else games[half:], k=32):
-            ids = between(tok, row["prompt"])[1:]
+            ids = encode(f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n")
             labels = [-100] * len(ids)
             for reply, observation in turns:
-                said, tail = encode(tok, reply, rng) + [tok.eos_token_id], between(tok, observation)
+                said = encode(reply, CUT) + [tok.eos_token_id]
+                tail = encode(f"\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n")
                 ids, labels = ids + said + tail, labels + said + [-100] * len(tail)
             rows.append((ids, labels))
-        ids_BT = tok.pad({"input_ids": [ids for ids, _ in rows]}, return_tensors="pt").input_ids
-        labels_BT = torch.tensor([labels + [-100] * (ids_BT.shape[1] - len(labels)) for _, labels in rows])
-        loss = model(input_ids=ids_BT, labels=labels_BT).loss
+        ids = tok.pad({"input_ids": [ids for ids, _ in rows]}, return_tensors="pt").input_ids  # [32, T]
+        labels = torch.tensor([labels + [-100] * (ids.shape[1] - len(labels)) for _, labels in rows])  # [32, T]
+        loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -133,94 +123,27 @@ def train(model, tok, games: list, steps: int, lr: float) -> None:
             print(f"step {step:4d} loss {loss.item():.3f}", flush=True)
 
 
-@torch.no_grad()
-def play(model, tok, rows: list[dict], greedy: bool = False) -> list[dict]:
-    """Roll the policy out on each row: at most four turns of 32 new tokens, ids extended and never encoded again.
-
-    Returns one dict a row: ids and mask [T] (1 where sampled), turns (ids, text, observation), reward.
-    """
-    games = [dict(row=r, ids=between(tok, r["prompt"])[1:], turns=[], game=Agent(), reward=0.0) for r in rows]
-    for g in games:
-        g["game"].reset(Task([], g["row"]["label"]))
-        g["mask"] = [0] * len(g["ids"])
-    live = list(games)
-    while live and len(live[0]["turns"]) < 4:
-        batch = tok.pad({"input_ids": [g["ids"] for g in live]}, padding_side="left", return_tensors="pt")
-        out_BN = model.generate(**batch, max_new_tokens=32, do_sample=not greedy)[
-            :, batch.input_ids.shape[1] :
-        ].tolist()
-        going = []
-        for g, out in zip(live, out_BN):
-            cut = tok.eos_token_id not in out
-            reply = out if cut else out[: out.index(tok.eos_token_id)]
-            observation, g["reward"], done, _ = g["game"].step(text := tok.decode(reply))
-            g["turns"].append((reply, text, observation or ""))
-            tail = between(tok, observation) if not done else []
-            g["ids"] += reply + [tok.eos_token_id] + tail
-            g["mask"] += [1] * (len(reply) + (not cut)) + [0] * (cut + len(tail))
-            going += [g] * (not done)
-        live = going
-    return games
-
-
-def report(tok, games: list[dict]) -> dict[str, float]:
-    """Shares: games solved, replies whose text encodes to other ids, well-formed replies with numbers copied right."""
-    other, right = [], []
-    for g in games:
-        known = set(re.findall(r"\d+", g["row"]["prompt"]))
-        for turn, (ids, text, observation) in enumerate(g["turns"]):
-            other.append(encode(tok, text) != ids)
-            if match := CALL.search(text) or (turn and ANSWER.search(text)):
-                right.append({match[1], match[match.lastindex]} <= known)
-            known.add(observation)
-    mean = lambda x: sum(x) / max(1, len(x))
-    return {"solved": mean([g["reward"] for g in games]), "other_ids": mean(other), "copied": mean(right)}
-
-
-def main(out: Path = ROOT / "examples" / "starter", steps: int = 1200, lr: float = 3e-3) -> None:
-    start = time.time()
+def main(out: Path = ROOT / "examples" / "starter") -> None:
     torch.manual_seed(0)
     games = demonstrations(15000, clean=True) + demonstrations(15000)
     tok = make_tokenizer([r["prompt"] + " " + reply for r, turns in games[-3000:] for reply, _ in turns])
-    config = Qwen3Config(
-        vocab_size=len(tok),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        tie_word_embeddings=True,
-        eos_token_id=tok.eos_token_id,
-        pad_token_id=tok.pad_token_id,
-        bos_token_id=None,
-        initializer_range=0.08,
+    shape = dict(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
     )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id, do_sample=True, top_k=0
-    )
-    print(model.num_parameters(), "parameters", time.time() - start)
-    train(model, tok, games, steps, lr)
-    rng = random.Random(3)
-    rows = {"train": {}, "heldout": {}}
-    for name, pool, n in (("train", POOL, 4000), ("heldout", HELDOUT, 200)):
-        while len(rows[name]) < n:
-            row = problem(rng, pool, 2 + len(rows[name]) % 2)
-            rows[name][row["prompt"]] = row
+    ids = dict(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id, bos_token_id=None)
+    rope = {"rope_type": "default", "rope_theta": 100.0}  # a rollout has at most 256 tokens
+    more = dict(max_position_embeddings=1024, rope_parameters=rope, tie_word_embeddings=True, initializer_range=0.1)
+    model = Qwen3ForCausalLM(Qwen3Config(len(tok), head_dim=32, **shape, **ids, **more))
+    model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+    train(model, tok, games)
     model.save_pretrained(out)
     tok.save_pretrained(out)
-    for name in rows:
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[name].values()))
-    model.eval()
-    t = time.time()
-    print(report(tok, play(model, tok, list(rows["train"].values())[:512])))
-    print(time.time() - t)
-    print(report(tok, play(model, tok, list(rows["heldout"].values()))))
-    print(report(tok, play(model, tok, list(rows["heldout"].values()), greedy=True)))
-    print(f"{time.time() - start:.0f} s")
+    for name, pool, n in (("train", POOL, 4000), ("heldout", HELDOUT, 200)):
+        rng, rows = random.Random(3), {}
+        while len(rows) < n:
+            row = problem(rng, pool, 2 + len(rows) % 2)
+            rows[row["prompt"]] = json.dumps(row)
+        (out / f"{name}.jsonl").write_text("\n".join(rows.values()) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,46 +1,53 @@
-"""Greedy solve rate of a model folder on rows of the default game, with transformers alone.
+"""How well a model folder plays the default game, with transformers alone.
 
-python tests/solve.py out/.../model examples/starter/heldout.jsonl
+python tests/solve.py out/.../model examples/starter/heldout.jsonl            # greedy, as in the README
 """
 
-import asyncio
 import json
 import os
 import sys
-from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent import Agent, Task
-from rollout import play
-from server import Chat, Reply
+from server import Chat
 
 
-def greedy(model_name: str, data: str) -> float:
-    """Mean reward of one greedy rollout per row, played by instar's own episode loop."""
-    tokenizer = AutoTokenizer.from_pretrained(model_name)
-    model, chat = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval(), Chat(tokenizer)
-    cfg = SimpleNamespace(max_turns=4, max_tokens=32, max_context=256)
+@torch.no_grad()
+def play(model_name: str, rows: list[dict], greedy: bool) -> tuple[float, float]:
+    """Play every row once, in batches; returns (share solved, share of replies whose text encodes to other ids)."""
+    chat = Chat(AutoTokenizer.from_pretrained(model_name))
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
+    stop, games, other = chat.tokenizer.eos_token_id, [], []
+    for row in rows:
+        env, messages = Agent(), [{"role": "user", "content": row["prompt"]}]
+        env.reset(Task(messages, row["label"]))
+        games.append({"env": env, "messages": messages, "ids": chat.opening(messages), "reward": 0.0})
+    live = games
+    for _ in range(4):
+        batch = chat.tokenizer.pad({"input_ids": [g["ids"] for g in live]}, padding_side="left", return_tensors="pt")
+        out = model.generate(**batch, max_new_tokens=32, do_sample=not greedy, top_k=0)[:, batch.input_ids.shape[1] :]
+        going = []
+        for game, ids in zip(live, out.tolist()):
+            reply = ids[: ids.index(stop) + 1] if stop in ids else ids
+            other.append(chat.encode(chat.tokenizer.decode(reply)) != reply)
+            observation, game["reward"], done, _ = game["env"].step(text := chat.text(reply))
+            if not done:
+                new = [{"role": "user", "content": observation}]
+                game["ids"] += reply + chat.following(game["messages"], new, reply[-1])
+                game["messages"] += [{"role": "assistant", "content": text}, *new]
+                going.append(game)
+        if not (live := going):
+            break
+    return sum(g["reward"] for g in games) / len(games), sum(other) / len(other)
 
-    async def generate(ids, max_tokens, known):
-        with torch.no_grad():
-            out = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False)[0, len(ids) :]
-        tokens = out.numpy().astype(np.int32)
-        return Reply(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), b"", "stop")
 
-    async def call(method, *args):
-        return method(*args)
-
-    async def one(row):
-        task = Task([{"role": "user", "content": row["prompt"]}], label=row["label"])
-        return (await play(Agent(), task, chat, generate, cfg, call)).result.reward
-
-    return float(np.mean([asyncio.run(one(json.loads(line))) for line in open(data)]))
+def rows_of(path: str) -> list[dict]:
+    return [json.loads(line) for line in open(path)]
 
 
 if __name__ == "__main__":
-    print(greedy(*sys.argv[1:]))
+    print(play(sys.argv[1], rows_of(sys.argv[2]), greedy=True)[0])
