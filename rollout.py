@@ -378,8 +378,9 @@ class Rollouts:
 
 def load_rows(data: str, prompt_key: str) -> list[dict]:
     """All rows of a jsonl, json or parquet file or a hub dataset; raises ValueError naming --data or the bad row."""
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
+    disable_progress_bars()
     kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(data.rsplit(".", 1)[-1])
     if kind and not os.path.isfile(data):
         raise ValueError(f"--data {data}: there is no such file")

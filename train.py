@@ -142,7 +142,7 @@ class Config:
     refit_bucket_mb: int = 256
     """megabytes per bucket"""
     # ---- train.py
-    steps: int = 32
+    steps: int = 40
     """batches to train on"""
     epochs: int = 1
     """passes over each batch"""
