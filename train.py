@@ -431,9 +431,7 @@ def save_checkpoint(cfg: Config, model, optimizer, scheduler, where: dict) -> No
     dist.barrier()
     dcp.save(training_state(model, optimizer), checkpoint_id=str(temporary))
     if dist.get_rank() == 0:
-        (temporary / "run.json").write_text(
-            json.dumps(where | {"scheduler": {"last_epoch": scheduler.last_epoch, "_last_lr": scheduler.get_last_lr()}})
-        )
+        (temporary / "run.json").write_text(json.dumps(where | {"scheduler": scheduler.state_dict()}))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         for old in checkpoints(cfg.out)[: -cfg.keep]:

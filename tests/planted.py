@@ -5,8 +5,11 @@ the engine's processes, `Engine.heal()` mends it. Run as a program it breaks the
 """
 
 import json
+import os
 import sys
 from types import SimpleNamespace
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import refit
 import rollout
