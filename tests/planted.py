@@ -9,6 +9,7 @@ import os
 import sys
 from types import SimpleNamespace
 
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import refit
