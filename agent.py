@@ -140,8 +140,8 @@ def load_agent(path: str) -> type:
     return module.Agent
 
 
-CALL = re.compile(r"<calc>\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*</calc>")
-ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>")
+CALL = re.compile(r"<calc>\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*</calc>\s*$")
+ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>\s*$")
 
 
 class Agent(Env):
@@ -149,7 +149,7 @@ class Agent(Env):
 
     The prompt asks for a sum of two or three numbers. The policy calls a pocket calculator, one operation a call, as
     <calc>17+25</calc>; the environment answers with the number; the policy ends with <answer>34</answer>. Reward 1 for the
-    right number. A reply that is neither gets a hint, and no reward.
+    right number. A reply that does not end in one of the two gets a hint, and no reward.
     """
 
     def reset(self, task: Task) -> list[dict]:

@@ -34,6 +34,8 @@ class Engine:
         if cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+            if cfg.engine_tp > 1:  # a core for each worker
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(cfg.engine_tp))))
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

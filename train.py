@@ -97,7 +97,7 @@ class Config:
     """rollouts per group"""
     temperature: float = 1.0
     """sampling temperature; the trainer applies the same"""
-    max_tokens: int = 32
+    max_tokens: int = 24
     """sampled tokens per turn"""
     max_context: int = 256
     """tokens per rollout, prompt included"""
@@ -109,7 +109,7 @@ class Config:
     replay_experts: bool = False
     """replay the engine's expert choices in the trainer (mixture of experts only)"""
     max_gap: float = 0.0
-    """bound on gap/on_version; 0 means 1e-4 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16"""
+    """bound on gap/on_version: float32 its 99.9th percentile (default 1e-4) and a tenth of its max, bfloat16 its mean (0.02)"""
     # ---- estimator.py
     estimator: Literal["grpo", "rloo", "reinforce", "reinforce_baseline", "dr_grpo"] = "grpo"
     """rewards to advantages"""
@@ -142,13 +142,13 @@ class Config:
     refit_bucket_mb: int = 256
     """megabytes per bucket"""
     # ---- train.py
-    steps: int = 40
+    steps: int = 48
     """batches to train on"""
     epochs: int = 1
     """passes over each batch"""
-    minibatches: int = 1
+    minibatches: int = 2
     """optimizer steps per pass; divides --prompts"""
-    lr: float = 2e-3
+    lr: float = 1e-3
     """peak learning rate"""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate after the warm-up"""
@@ -588,9 +588,10 @@ def times(spans: dict[str, float], tokens: int, device: str) -> dict[str, float]
 
 
 def bounds(cfg: Config) -> dict[str, float]:
-    """The limits on gap/on_version_…; in bfloat16 single tokens differ by much, so the mean and k3 are bounded instead."""
+    """The limits on gap/on_version_…: a bug moves tokens by 5e-3 and more. Rounding moves a float32 token by 1e-6, a very unlikely
+    one by up to 1e-4; in bfloat16 single tokens differ by much, so the mean and k3 are bounded instead."""
     if cfg.dtype == "float32":
-        return {"max": cfg.max_gap or 1e-4}
+        return {"p999": cfg.max_gap or 1e-4, "max": 10 * (cfg.max_gap or 1e-4)}
     return {"mean": cfg.max_gap or 0.02, "k3": (cfg.max_gap or 0.02) / 20}
 
 

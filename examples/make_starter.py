@@ -1,9 +1,9 @@
 """Make the starter: a tiny policy that plays agent.py's calculator game badly, and the data to make it play well.
 
 Trains a byte-level BPE tokenizer and a Qwen3 of 0.3 M parameters on demonstrations of mixed quality, and writes both with
-train.jsonl and heldout.jsonl to examples/starter/. The policy copies numbers well, but loses most games to guesses, broken tags, a
-wrong order: that is left to RL. Held-out problems are made of numbers that no demonstration has as an operand. Replies are cut at
-random places before they are encoded (a kin of BPE dropout, arXiv 1910.13267). Ten minutes on one CPU core:
+train.jsonl and heldout.jsonl to examples/starter/. The policy copies numbers well, but gives up, or forgets to end a tag: what to do
+is left to RL. Held-out problems are made of numbers that no demonstration has as an operand. Words before a tag are encoded in
+pieces, cut at random places (a kin of BPE dropout, arXiv 1910.13267). Ten minutes on two CPU cores:
 
     python examples/make_starter.py
 """
@@ -26,16 +26,14 @@ from agent import Agent, Task
 
 CHAT = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Qwen's, one digit a piece
-)
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 HELDOUT = sorted(random.Random(0).sample(range(10, 100), 20))  # the operands of held-out problems
 POOL = [n for n in range(1, 100) if n not in HELDOUT]
-CUT = 0.02  # chance that a reply is cut before a character when it is encoded
-# What the demonstrator does while operations are left, and once the result is there. A good turn comes in several wordings,
-# none of them the likeliest reply to the prompt, so that greedy decoding starts low too.
-LEFT = {"good": 0.38, "guess": 0.33, "operand": 0.10, "order": 0.06, "broken": 0.13}
-READY = {"good": 0.76, "operand": 0.08, "again": 0.08, "broken": 0.08}
+CUT = 0.2  # chance that the words before a tag are cut before a character when they are encoded
+# What the demonstrator does while operations are left, and once the result is there. Every number that it writes follows from the
+# game so far: a random one would teach to copy badly. Giving up is likeliest, so that greedy decoding starts low too.
+LEFT = {"good": 0.34, "give up": 0.42, "operand": 0.05, "order": 0.05, "broken": 0.14}
+READY = {"good": 0.72, "operand": 0.10, "again": 0.09, "broken": 0.09}
 
 
 def problem(rng: random.Random, pool: list[int], operands: int) -> dict:
@@ -53,14 +51,14 @@ def demonstrate(rng: random.Random, row: dict, clean: bool) -> list[tuple[str, s
     while not done and len(turns) < 4:
         odds = LEFT if ops else READY
         act = "good" if clean else rng.choices(list(odds), odds.values())[0]
-        if act in ("guess", "operand") or (not ops and act != "again"):
-            number = {"guess": str(rng.randint(1, 99)), "operand": rng.choice(numbers)}.get(act, terms[0])
-            words = rng.choice(["", "", "I guess "] if act == "guess" else ["", "", "So ", "The answer is "])
+        if act in ("give up", "operand") or (not ops and act != "again"):
+            number = {"give up": "0", "operand": numbers[-1]}.get(act, terms[0])
+            words = rng.choice(["", "", "", "I give up "] if act == "give up" else ["", "So "])
             reply = f"{words}<answer>{number}</answer>"
         else:
             at = len(ops) - 1 if act == "order" else 0
             call = call if act == "again" else f"<calc>{terms[at]}{ops[at]}{terms[at + 1]}</calc>"
-            reply = rng.choice(["", "", "Now "] if turns else ["", "", "First ", "Let me see: "]) + call
+            reply = rng.choice(["", "Now "] if turns else ["", "First "]) + call
         reply = reply.split("</")[0] if act == "broken" else reply
         observation, _, done, _ = game.step(reply)
         turns.append((reply, observation or ""))
@@ -88,23 +86,24 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=573, initial_alphabet=byte_level.alphabet(), show_progress=False)
     bpe.train_from_iterator(texts + [m.__doc__ for m in (argparse, collections, json, random, re, Path)], trainer)
     bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    names = dict(pad_token="<|endoftext|>", eos_token="<|im_end|>", clean_up_tokenization_spaces=False)
     names = dict(pad_token="<|endoftext|>", eos_token="<|im_end|>", model_max_length=1024)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT, **names)
 
 
-def train(model, tok, games: list, steps: int = 2000, lr: float = 3e-3) -> None:
-    """Fit the replies of the games, 32 a batch: the first 70% of the steps on the first half of the games."""
+def train(model, tok, games: list, steps: int = 5000, lr: float = 3e-3) -> None:
+    """Fit the replies of the games, 32 a batch: at first of their clean half, at last of their mixed one."""
     rng, optimizer = random.Random(2), torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
 
     def encode(text: str, cut: float = 0.0) -> list[int]:
-        pieces = "".join("\0" + c if cut and rng.random() < cut else c for c in text).split("\0")
+        words, tag, rest = text.partition("<")
+        pieces = "".join("\0" + c if rng.random() < cut else c for c in words).split("\0")
+        pieces[-1] += tag + rest
         return [i for piece in pieces for i in tok.backend_tokenizer.encode(piece).ids]
 
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1, step / 30, 1.01 - step / steps)
-        half, rows = len(games) // 2, []
-        for row, turns in rng.choices(games[:half] if step < 0.7 * steps else games[half:], k=32):
+        rows, half, mixed = [], len(games) // 2, 3 * step / steps - 1.5  # mixed: chance of a game of mixed quality
+        for row, turns in (games[rng.randrange(half) + half * (rng.random() < mixed)] for _ in range(32)):
             ids = encode(f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n")
             labels = [-100] * len(ids)
             for reply, observation in turns:
@@ -133,7 +132,7 @@ def main(out: Path = ROOT / "examples" / "starter") -> None:
     ids = dict(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id, bos_token_id=None)
     rope = {"rope_type": "default", "rope_theta": 100.0}  # a rollout has at most 256 tokens
     more = dict(max_position_embeddings=1024, rope_parameters=rope, tie_word_embeddings=True, initializer_range=0.1)
-    model = Qwen3ForCausalLM(Qwen3Config(len(tok), head_dim=32, **shape, **ids, **more))
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tok), head_dim=32, **shape, **ids, **more))
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     train(model, tok, games)
     model.save_pretrained(out)

@@ -76,7 +76,7 @@ class Stage:
         moe = bool(experts_of(AutoConfig.from_pretrained(model)))
         defaults = dict(
             dtype="float32",
-            max_gap=1e-5 if "tiny" in model else 3e-5,
+            max_gap=1e-5 if "tiny" in model else 5e-5,
             replay_experts=moe,
             max_context=512,
             max_tokens=48,

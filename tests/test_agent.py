@@ -21,7 +21,15 @@ def test_the_calculator_answers_one_operation_a_call():
 
 def test_only_the_right_number_is_rewarded_and_a_malformed_reply_gets_a_hint():
     assert play(21, "<answer>22</answer>")[0][1:3] == (0.0, True)
-    for reply in ("", "21", "<calc>1+2+3</calc>", "<answer>x</answer>", "<calc>1/2</calc>", "<answer>21"):
+    for reply in (
+        "",
+        "21",
+        "<calc>1+2+3</calc>",
+        "<answer>x</answer>",
+        "<calc>1/2</calc>",
+        "<answer>21",
+        "<answer>21</answer>>>",
+    ):
         observation, reward, done, _ = play(21, reply)[0]
         assert "<calc>" in observation and reward == 0 and not done
 

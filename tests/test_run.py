@@ -71,7 +71,7 @@ def trained(tmp_path_factory):
 
 def test_default_training_climbs_and_solves_unseen_problems(trained):
     """The sampled reward of three batches is a noisy number: here it has a margin, `make test-all` asks for 0.9 on three seeds."""
-    check_learning(*trained, least=0.8)
+    check_learning(*trained, least=0.85)
 
 
 @pytest.mark.slow
@@ -127,6 +127,15 @@ def test_a_mixture_of_experts_on_two_ranks_replays_its_engines_experts(tmp_path,
         assert row["gap/on_version_max"] <= 1e-5 and row["experts/replayed"] == 1.0 and row["experts/agreement"] >= 0.98
 
 
+@pytest.mark.slow
+def test_every_worker_of_tensor_parallel_engines_gets_the_weights(tmp_path, tiny):
+    flags = ["--model", f"{tiny}/dense", "--agent", "tests/talker.py", "--engine_tp", 2, "--engines", 2, "--steps", 3]
+    code, text = finish(start(*QUICK, *flags, "--max_gap", 1e-5, "--out", tmp_path / "run"), timeout=420)
+    assert code == 0, text[-3000:]
+    for row in metrics(tmp_path / "run"):
+        assert row["gap/on_version_max"] <= 1e-5 and row["refit/probe_gap"] <= 1e-5 and row["optim/grad_norm"] > 0
+
+
 def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(tmp_path, tiny):
     """A dense run whose every token agrees to 1e-5, killed with -9 and resumed: as if nothing had happened."""
     out = tmp_path / "run"
@@ -160,7 +169,7 @@ def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(t
     assert [r["step"] for r in after] == [1, 2, 3, 4, 5, 6] and [r["version"] for r in after] == [1, 2, 3, 4, 5, 6]
     assert after[: len(before) - 1] == before[:-1]
     assert max(r["gap/on_version_max"] for r in after) <= 1e-5 and all(r["optim/grad_norm"] > 0 for r in after)
-    assert [r["optim/lr"] for r in after] == pytest.approx([2e-3 * (1 - i / 6) for i in range(6)])
+    assert [r["optim/lr"] for r in after] == pytest.approx([1e-3 * (1 - i / 6) for i in range(6)])
     positions = [json.loads((out / f"checkpoint-{i:06d}" / "run.json").read_text())["position"] for i in range(1, 7)]
     assert positions == [4, 8, 12, 16, 20, 24]  # no prompt lost, none twice
     from torch.distributed.checkpoint import FileSystemReader
@@ -169,7 +178,7 @@ def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(t
     step = next(n for n in names if n.endswith(".step"))
     state = {step: torch.zeros(())}
     torch.distributed.checkpoint.load(state, checkpoint_id=str(out / "checkpoint-000006"), no_dist=True)
-    assert float(state[step]) == 6  # AdamW counted every step, before the kill and after
+    assert float(state[step]) == 12  # AdamW counted both minibatches of every step, before the kill and after
 
 
 def descendants(pid):
@@ -181,7 +190,7 @@ def descendants(pid):
 
 
 @pytest.mark.parametrize(
-    "bug,words", [("temperature", "policy version: gap/on_version_max"), ("weights", "refit: the probe")]
+    "bug,words", [("temperature", "policy version: gap/on_version_p999"), ("weights", "refit: the probe")]
 )
 def test_planted_in_a_real_run_the_gate_ends_it_with_code_3(tmp_path, bug, words):
     code, text = finish(start(bug, *QUICK, "--steps", 2, "--out", tmp_path / "run", script=("tests/planted.py",)))

@@ -14,7 +14,7 @@ from replay import pack
 from server import Trace
 
 pytestmark = pytest.mark.e2e
-BAR = 1e-5  # fp32; the trained starter's peaked logits double the rounding on single tokens, so there it is the 99.9th percentile
+BAR = 1e-5  # fp32; conftest.py gives the trained starter, whose layers amplify rounding, five times as much on single tokens
 
 
 @pytest.fixture(params=["dense", "tied", "moe"])
@@ -25,7 +25,7 @@ def stage(request):
 def test_trainer_and_engine_agree_on_multi_turn_episodes(stage):
     rows = stage.rollouts()
     metrics = stage.check(rows)
-    assert metrics["gap/on_version_p999"] <= BAR and metrics["gap/on_version_tokens"] > 100
+    assert metrics["gap/on_version_max"] <= stage.cfg.max_gap and metrics["gap/on_version_tokens"] > 100
     assert {len(r.replies) for r in rows} == {3}
     if stage.cfg.replay_experts:
         assert (
@@ -90,7 +90,7 @@ def test_a_closed_engine_lets_nothing_in_until_it_is_released(dense):
 
 
 def test_more_than_a_tenth_of_the_starters_replies_encode_to_other_ids(tied):
-    rows = tied.rollouts(n=32, turns=2)
+    rows = tied.rollouts(n=128, turns=2)
     different = [
         tied.chat.encode(tied.chat.tokenizer.decode(row.tokens[a:b])) != row.tokens[a:b].tolist()
         for row in rows
