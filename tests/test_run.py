@@ -127,7 +127,6 @@ def test_a_mixture_of_experts_on_two_ranks_replays_its_engines_experts(tmp_path,
         assert row["gap/on_version_max"] <= 1e-5 and row["experts/replayed"] == 1.0 and row["experts/agreement"] >= 0.98
 
 
-@pytest.mark.slow
 def test_every_worker_of_tensor_parallel_engines_gets_the_weights(tmp_path, tiny):
     flags = ["--model", f"{tiny}/dense", "--agent", "tests/talker.py", "--engine_tp", 2, "--engines", 2, "--steps", 3]
     code, text = finish(start(*QUICK, *flags, "--max_gap", 1e-5, "--out", tmp_path / "run"), timeout=420)
