@@ -177,6 +177,7 @@ class Rollout:
         0  # replies whose text encodes to other ids than were sampled: what replay by text would train wrongly
     )
     seconds: float = 0.0
+    rows: list[dict] = field(default_factory=list)  # in the pool, in the segments' place: what the trainer's plan needs
 
 
 async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0) -> Rollout:
@@ -321,7 +322,15 @@ class Rollouts:
                 raise TooManyFailed(
                     f"{self.failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:\n{out.error}"
                 )
+        out.rows = [self.keep(segment) for segment in out.segments]
+        out.segments = []
         return out
+
+    def keep(self, segment: Segment) -> dict:
+        """Put one row into the object store, while other episodes still run."""
+        self.store[self.next_row] = ray.put(segment)
+        self.next_row += 1
+        return {"id": self.next_row - 1, "tokens": len(segment), "trained": int(segment.mask.sum())}
 
     async def next_batch(self) -> dict | None:
         """Wait for a batch of groups. None when the data has ended.
@@ -339,20 +348,12 @@ class Rollouts:
             return None
         self.handed = len(groups)
         rollouts = [o for g in sorted(groups, key=lambda g: g[0].group_id) for o in g]
-        rows = []
-        for i, o in enumerate(rollouts):
-            for segment in o.segments:
-                self.store[self.next_row] = ray.put(segment)
-                rows.append(
-                    {"id": self.next_row, "rollout": i, "tokens": len(segment), "trained": int(segment.mask.sum())}
-                )
-                self.next_row += 1
         batch = {
             "rollouts": [
                 {"group": o.group_id, "result": o.result, "seconds": o.seconds, "other_ids": o.other_ids}
                 for o in rollouts
             ],
-            "rows": rows,
+            "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
             "counts": {
                 "rollouts/finished": len(rollouts),
                 "rollouts/failed": self.failed,

@@ -48,7 +48,21 @@ def run(*flags: str) -> dict:
     }
 
 
-def generate(prompts: int = 16, samples: int = 8) -> dict:
+def generate() -> dict:
+    """Batches of default training (ten tokens a request: the cost of a call), and of longer replies (the cost of a token)."""
+    import tempfile
+
+    import tiny
+
+    folder = tempfile.mkdtemp()
+    tiny.make(folder)  # a random model talks until --max_tokens stops it
+    long = f"--model {folder}/dense --agent tests/talker.py --max_turns 2 --max_tokens 192 --max_context 512"
+    return {
+        f"{name}_{k}": v for name, flags in (("default", ""), ("long", long)) for k, v in phase(flags.split()).items()
+    }
+
+
+def phase(flags: list[str]) -> dict:
     """One batch through Runner and Engine, then the same requests, as long and as concurrent, straight to the AsyncLLM."""
     import ray
 
@@ -93,9 +107,10 @@ def generate(prompts: int = 16, samples: int = 8) -> dict:
             await asyncio.gather(*[play(*item) for item in chains.items()])
             return time.perf_counter() - begun
 
-    cfg = train.parse(["--prompts", str(prompts), "--samples", str(samples)])
-    rollout.Engine = Engine
+    cfg = train.parse(flags)
+    plain, rollout.Engine = rollout.Engine, Engine
     engines, rollouts, _ = rollout.launch(cfg, rollout.load_rows(cfg.data, cfg.prompt_key), 0, 2)
+    rollout.Engine = plain
     (engine,) = engines
     ray.get(engine.release.remote())
     ratios, rates = [], []
