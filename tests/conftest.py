@@ -78,6 +78,7 @@ class Stage:
             dtype="float32",
             max_gap=1e-5 if "tiny" in model else 5e-5,
             replay_experts=moe,
+            minibatches=1,
             max_context=512,
             max_tokens=48,
         )

@@ -47,6 +47,7 @@ def job(model_name: str, out: str, budget: int, estimator: str) -> None:
         tokens_per_microbatch=budget,
         estimator=estimator,
         whiten=estimator != "reinforce",
+        minibatches=1,
         is_level="token",
         is_mode="clip",
         is_band=(0.5, 2.0),

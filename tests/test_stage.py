@@ -100,12 +100,20 @@ def test_more_than_a_tenth_of_the_starters_replies_encode_to_other_ids(tied):
 
 
 def test_a_cancelled_request_leaves_the_engine(dense):
-    ref = dense.engine.generate.remote("gone", [5, 6, 7], 450)
-    ray.wait([ref], timeout=0.3)
-    ray.cancel(ref)
-    with pytest.raises(ray.exceptions.RayError):
-        ray.get(ref, timeout=30)
-    assert dense.ask("running") == 0
+    refs = [dense.engine.generate.remote(f"gone-{i}", [5, 6, 7], 450) for i in range(16)]
+    while not dense.ask("running"):
+        pass
+    for ref in refs:
+        ray.cancel(ref)
+    ended = [isinstance(ended_by(ref), ray.exceptions.RayError) for ref in refs]
+    assert any(ended) and dense.ask("running") == 0  # some may have ended by themselves
+
+
+def ended_by(ref):
+    try:
+        return ray.get(ref, timeout=30)
+    except ray.exceptions.RayError as e:
+        return e
 
 
 # ---- planted bugs: each breaks one mechanism and names the gate that catches it
