@@ -171,7 +171,7 @@ class In:
 
 @dataclass(frozen=True)
 class As:
-    """What the policy said. anchors: minted ids, the calls' own included: the only join key that survives every client."""
+    """What the policy said. anchors: minted ids, the calls' own included; no other join key survives every client."""
 
     text: str
     reasoning: str | None
@@ -190,7 +190,7 @@ class Request:
     stream: bool
     retry: int  # attempts before this one, as the SDK counts them; many clients always say 0
     labels: (
-        dict  # "session", "agent", "parent", "kind", "client" where the headers say so; structure never depends on them
+        dict  # "session", "agent", "parent", "kind", "client", where headers say so; structure never depends on them
     )
     tools: list[dict] = field(default_factory=list)  # chat function schemas, "namespace" beside "function"; none hosted
     tool_choice: str = "auto"  # "auto", "none" or "required"
@@ -199,7 +199,7 @@ class Request:
     max_tokens: int | None = None
     n: int = 1
     stop: list[str] = field(default_factory=list)
-    previous: str = ""  # previous_response_id: turns holds the new items only
+    previous: str = ""  # previous_response_id: turns holds the new items only, behind the instructions if there are any
     include_usage: bool = False  # the chat wire's last stream chunk
     include_encrypted: bool = False  # reasoning items carry encrypted_content
 
@@ -209,24 +209,9 @@ UNPARSED = "__unparsedToolInput"  # Claude Code wraps arguments that are no JSON
 BILLING = "x-anthropic-billing-header"  # Claude Code's first system block; its hash changes between requests
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
-NUMBERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-KINDS = {
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-}
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)
+KINDS = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "an integer", float: "a number"}
 LABELS = {
     "user-agent": "client",
     "session-id": "session",
@@ -249,18 +234,18 @@ def read_chat(body, headers) -> Request:
             req.turns.append(_chat_turn(m, where))
         else:
             call = _field(m, "tool_call_id", str, where) or ""
-            req.turns.append(_input(role, m.get("content"), f"{where}.content", call if role == "tool" else ""))
+            parts = _parts(m.get("content"), f"{where}.content")
+            req.turns.append(_input(role, parts, call if role == "tool" else ""))
     if not req.turns:
         raise BadRequest("messages must not be empty")
     req.tools = _tools(_objects(body, "tools")) + _tools(_objects(body, "functions"))
     req.max_tokens = _count(body, "max_completion_tokens") or _count(body, "max_tokens")
     req.n = _count(body, "n") or 1
     req.stop = _strings([body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop"), "stop")
-    req.include_usage = bool(
-        _field(_field(body, "stream_options", dict) or {}, "include_usage", bool, "stream_options")
-    )
+    options = _field(body, "stream_options", dict) or {}
+    req.include_usage = bool(_field(options, "include_usage", bool, "stream_options"))
     choice = "tool_choice" if body.get("tool_choice") is not None else "function_call"
-    _constrain(req, body.get(choice), choice, body.get("response_format"), "response_format")
+    _constrain(req, body.get(choice), choice, _field(body, "response_format", dict))
     return req
 
 
@@ -282,7 +267,7 @@ def read_responses(body, headers) -> Request:
     req.max_tokens = _count(body, "max_output_tokens")
     req.include_encrypted = "reasoning.encrypted_content" in _strings(body.get("include"), "include")
     text = _field(body, "text", dict) or {}
-    _constrain(req, body.get("tool_choice"), "tool_choice", text.get("format"), "text.format")
+    _constrain(req, body.get("tool_choice"), "tool_choice", _field(text, "format", dict, "text"))
     return req
 
 
@@ -291,12 +276,8 @@ def read_messages(body, headers) -> Request:
     req = _request("messages", body, headers)
     if body.get("thread") not in (None, False):
         raise BadRequest("thread is not supported: send the whole history", "thread_unsupported_request")
-    blocks = body.get("system")
-    blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
-    texts, _ = _content(blocks, "system")
-    texts = [t for t in texts if not t.startswith(BILLING)]
-    if texts:
-        req.turns.append(In("system", "\n".join(texts)))
+    system = _input("system", [p for p in _parts(body.get("system"), "system") if not p[0].startswith(BILLING)])
+    req.turns += [system] if system.text else []
     messages = _objects(body, "messages")
     if not messages:
         raise BadRequest("messages must not be empty")
@@ -306,7 +287,7 @@ def read_messages(body, headers) -> Request:
     req.max_tokens = _count(body, "max_tokens")
     req.stop = _strings(body.get("stop_sequences"), "stop_sequences")
     output = _field(body, "output_config", dict) or {}
-    _constrain(req, body.get("tool_choice"), "tool_choice", output.get("format"), "output_config.format")
+    _constrain(req, body.get("tool_choice"), "tool_choice", _field(output, "format", dict, "output_config"))
     return req
 
 
@@ -379,17 +360,16 @@ def _request(wire: str, body, headers) -> Request:
     )
 
 
-def _constrain(req: Request, choice, where: str, form, form_where: str) -> None:
-    """Set tool_choice, forced and constrained. Kinds of choice that nobody has heard of mean "auto"."""
-    req.tool_choice, req.forced = _choice({"choice": {"type": choice} if isinstance(choice, str) else choice}, where)
-    kind = _field(_field({form_where: form}, form_where, dict) or {}, "type", str, form_where)
+def _constrain(req: Request, choice, where: str, form: dict | None) -> None:
+    """Set tool_choice, forced and constrained from a choice of tools and a format of the output."""
+    req.tool_choice, req.forced = _choice({"type": choice} if isinstance(choice, str) else choice, where)
+    kind = _field(form or {}, "type", str, "format")
     req.constrained = req.tool_choice == "required" or kind in ("json_schema", "json_object")
 
 
-def _choice(holder: dict, where: str) -> tuple[str, str]:
-    if holder["choice"] is not None and not isinstance(holder["choice"], dict):
-        raise BadRequest(f"{where} must be a string or an object")
-    choice = holder["choice"] or {"type": "auto"}
+def _choice(value, where: str) -> tuple[str, str]:
+    """(choice, name of the one tool asked for or ""). A kind that nobody has heard of means "auto"."""
+    choice = _field({where: value}, where, dict) or {}
     kind = _field(choice, "type", str, where)
     if kind == "allowed_tools":
         kind = _field(_field(choice, "allowed_tools", dict, where) or choice, "mode", str, where)
@@ -421,17 +401,15 @@ def _schema(tool: dict, where: str, namespace: str) -> dict:
     return {"type": "function", "function": function} | ({"namespace": namespace} if namespace else {})
 
 
-def _content(value, where: str) -> tuple[list[str], list[str]]:
-    """(texts, images) of a message's content: a string, a list of parts or null. Empty texts are left out."""
+def _parts(value, where: str) -> list[tuple[str, str]]:
+    """(text, image) for each part of a message's content: a string, a list of parts or null."""
     if value is None or isinstance(value, str):
-        return [value] if value else [], []
-    holder = {where: value}
-    parts = [_part(part, at) for at, part in _objects(holder, where)]
-    return [text for text, _ in parts if text], [image for _, image in parts if image]
+        return [(value or "", "")]
+    return [_part(part, at) for at, part in _objects({where: value}, where)]
 
 
 def _part(part: dict, where: str) -> tuple[str, str]:
-    """(text, image) of one part, one of them empty. A kind without text is kept as its JSON, so that nothing is lost."""
+    """(text, image) of one part, one of them empty. A kind without text stays as its JSON, so that nothing is lost."""
     kind = _field(part, "type", str, where) or "text"
     if kind in ("image", "image_url", "input_image"):
         return "", _image(part, where)
@@ -444,28 +422,23 @@ def _part(part: dict, where: str) -> tuple[str, str]:
 def _image(part: dict, where: str) -> str:
     """sha256 of the bytes that a part carries, so that a data URI and Anthropic's base64 agree; else its URL."""
     source = _field(part, "source", dict, where) or {}
-    url, data = part.get("image_url"), _field(source, "data", str, f"{where}.source")
-    url = (
-        _field(url, "url", str, f"{where}.image_url")
-        if isinstance(url, dict)
-        else _field(part, "image_url", str, where)
-    )
-    url = url or _field(source, "url", str, f"{where}.source")
-    if url and url.startswith("data:"):
-        data = url.partition(",")[2]
-    if not data and not url:
-        raise BadRequest(f"{where} holds no image: send its bytes in base64 or a URL")
-    if not data:
+    holder, key = (part["image_url"], "url") if isinstance(part.get("image_url"), dict) else (part, "image_url")
+    url = _field(holder, key, str, where) or _field(source, "url", str, where) or ""
+    data = url.partition(",")[2] if url.startswith("data:") else _field(source, "data", str, where)
+    if url and not url.startswith("data:"):
         return url
+    if not data:
+        raise BadRequest(f"{where} holds no image: send its bytes in base64 or a URL")
     try:
         return hashlib.sha256(base64.b64decode(data, validate=True)).hexdigest()
     except ValueError as e:
         raise BadRequest(f"{where} is not valid base64") from e
 
 
-def _input(role: str, content, where: str, call: str = "", error: bool = False) -> In:
-    texts, images = _content(content, where)
-    return In(role, "\n".join(texts), call, tuple(images), error)
+def _input(role: str, parts: list[tuple[str, str]], call: str = "", error: bool = False) -> In:
+    """Parts of an input join by line, empty ones left out."""
+    images = tuple(image for _, image in parts if image)
+    return In(role, "\n".join(text for text, _ in parts if text), call, images, error)
 
 
 def _assistant(texts: list[str], thoughts: list[str], calls: list[Call], anchors: list) -> As:
@@ -493,7 +466,7 @@ def _chat_turn(m: dict, where: str) -> As:
     legacy = _field(m, "function_call", dict, where)
     if legacy:
         calls.append(_call("", legacy, "arguments", f"{where}.function_call"))
-    texts, _ = _content(m.get("content"), f"{where}.content")
+    texts = [text for text, _ in _parts(m.get("content"), f"{where}.content")]
     # litellm moves the fields that it does not know
     moved, at = _field(m, "provider_specific_fields", dict, where) or {}, f"{where}.provider_specific_fields"
     thoughts = [_field(o, k, str, w) for o, w in ((m, where), (moved, at)) for k in ("reasoning_content", "reasoning")]
@@ -516,10 +489,10 @@ def _response_turns(items: list[tuple[str, dict]]) -> list[In | As]:
             turns += [_response_turn(run)] if run else []
             run = []
         if role:
-            turns.append(_input(role, item.get("content"), f"{where}.content"))
+            turns.append(_input(role, _parts(item.get("content"), f"{where}.content")))
         elif kind.endswith("_call_output"):
             call = _field(item, "call_id", str, where) or ""
-            turns.append(_input("tool", item.get("output"), f"{where}.output", call))
+            turns.append(_input("tool", _parts(item.get("output"), f"{where}.output"), call))
     return turns + ([_response_turn(run)] if run else [])
 
 
@@ -528,11 +501,11 @@ def _response_turn(run: list[tuple[str, str, dict]]) -> As:
     for where, kind, item in run:
         anchors += [_field(item, "id", str, where), _field(item, "encrypted_content", str, where)]
         if kind == "message":
-            texts += _content(item.get("content"), f"{where}.content")[0]
+            texts += [text for text, _ in _parts(item.get("content"), f"{where}.content")]
         elif kind == "reasoning":
             # both hold the same text; the AI SDK sends the summary back alone
-            content, summary = (_content(item.get(k), f"{where}.{k}")[0] for k in ("content", "summary"))
-            thoughts += content or summary
+            content, summary = (_parts(item.get(k), f"{where}.{k}") for k in ("content", "summary"))
+            thoughts.append("".join(t for t, _ in content) or "".join(t for t, _ in summary))
         else:
             key = "arguments" if kind == "function_call" else "input"
             calls.append(_call(_field(item, "call_id", str, where), item, key, where))
@@ -551,15 +524,12 @@ def _message_turns(role: str, content, where: str) -> list[In | As]:
         if _field(block, "type", str, at) != "tool_result":
             run.append(_part(block, at))
             continue
-        turns, run = turns + _said(role, run), []
+        turns, run = [*turns, _input(role, run)], []
         call, error = _field(block, "tool_use_id", str, at) or "", bool(_field(block, "is_error", bool, at))
-        turns.append(_input("tool", block.get("content"), f"{at}.content", call, error))
-    return turns + _said(role, run) or [In(role, "")]
-
-
-def _said(role: str, parts: list[tuple[str, str]]) -> list[In]:
-    texts, images = [text for text, _ in parts if text], tuple(image for _, image in parts if image)
-    return [In(role, "\n".join(texts), images=images)] if texts or images else []
+        turns.append(_input("tool", _parts(block.get("content"), f"{at}.content"), call, error))
+    # nothing said between two results is no turn
+    turns = [t for t in (*turns, _input(role, run)) if t.role == "tool" or t.text or t.images]
+    return turns or [In(role, "")]
 
 
 def _message_turn(blocks: list[tuple[str, dict]]) -> As:
@@ -579,11 +549,11 @@ def _message_turn(blocks: list[tuple[str, dict]]) -> As:
 
 
 def same_turn(echo: As, sent: As) -> str | None:
-    """How the turn that a client echoes relates to the turn that it was sent, whose anchors are all that were minted for it.
+    """How the turn that a client echoes relates to the one that it was sent, whose anchors are all that were minted for it.
 
-    T0: the same text, reasoning, ids and raw arguments. T1: the same up to what clients do by serialising. T2a: anchored,
-    with arguments coerced through the tool's schema. T2b: anchored, a tool renamed or its arguments replaced. T2c: anchored,
-    but text, reasoning or the set of calls was edited: another turn. None: nothing says that they are related.
+    T0: the same text, reasoning, ids and raw arguments. T1: the same up to what clients do by serialising.
+    T2a: anchored, with arguments coerced through the tool's schema. T2b: anchored, a tool renamed or its arguments replaced.
+    T2c: anchored, but text, reasoning or the calls were edited: another turn. None: nothing says that they are related.
     """
     anchored = not set(echo.anchors).isdisjoint(sent.anchors)
     pairs = list(zip(echo.calls, sent.calls))
@@ -623,7 +593,7 @@ def _refuse(constant: str):
 
 
 def _parse(raw: str):
-    """The value of a call's arguments: the last of duplicate keys, numbers as doubles, {} for nothing, no JSON wrapped."""
+    """The value of arguments: the last of duplicate keys, numbers as doubles, {} for nothing, what is no JSON wrapped."""
     if not raw.strip():
         return {}
     try:

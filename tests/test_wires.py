@@ -571,10 +571,14 @@ def test_bad_input_names_its_field(read, body, field):
         read(body, {})
 
 
-@pytest.mark.parametrize("data", ["%%%", "\udc80", "abc"])
+@pytest.mark.parametrize("data", ["%%%", "\udc80", "abc", ""])
 def test_a_broken_image_is_refused(data):
-    with pytest.raises(BadRequest, match="base64"):
-        claude(("user", [{"type": "image", "source": {"type": "base64", "data": data}}]))
+    for part in (
+        {"type": "image", "source": {"type": "base64", "data": data}},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+    ):
+        with pytest.raises(BadRequest, match="base64"):
+            claude(("user", [part]))
 
 
 def test_unknown_fields_kinds_and_tools_are_read():
