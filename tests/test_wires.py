@@ -262,6 +262,18 @@ def test_a_string_is_a_list_of_one_text_on_every_wire():
     )
 
 
+def test_parts_of_an_input_join_by_line_and_those_of_a_reply_without_a_separator():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert [t.text for t in claude(("user", parts), ("assistant", parts))] == ["a\nb", "ab"]
+    assert said({"content": parts}).text == "ab"
+
+
+def test_a_message_that_says_nothing_is_still_a_message():
+    assert claude(("user", ""), ("user", [])) == [In("user", ""), In("user", "")]
+    chat = [{"role": "user", "content": None, "tool_call_id": "a"}, {"role": "assistant"}]
+    assert read_chat({"messages": chat}, {}).turns == [In("user", ""), As("", None, (), ())]
+
+
 def test_inputs_are_compared_exactly():
     assert claude(("user", "hi")) != claude(("user", "hi ")) != claude(("user", "hi\n"))
 
@@ -414,7 +426,10 @@ def test_sampling_wishes_are_recorded_and_limits_read():
     req = read_chat(body, {"X-Stainless-Retry-Count": "2"})
     assert req.asked == {"temperature": 0.5} and (req.max_tokens, req.n, req.stop, req.retry) == (7, 3, ["END"], 2)
     assert req.stream and req.include_usage and req.constrained
-    assert read_messages({"messages": [{"role": "user"}], "stop_sequences": ["a", "b"]}, {}).stop == ["a", "b"]
+    plain = read_messages(
+        {"messages": [{"role": "user"}], "stop_sequences": ["a", "b"]}, {"x-stainless-retry-count": "x"}
+    )
+    assert (plain.max_tokens, plain.n, plain.stop, plain.retry, plain.asked) == (None, 1, ["a", "b"], 0, {})
 
 
 # ---- Tiers
@@ -433,7 +448,7 @@ def test_serialising_arguments_again_is_the_same_turn():
     raw = '{"city":  "Z\\u00fc", "z": 1.0, "a": 1e3, "city": "B"}'
     assert echoed('{"a":1000,"city":"B","z":1}', raw) == "T1" and echoed(raw, raw) == "T0"
     assert echoed('{"a":1000,"city":"Z\\u00fc","z":1}', raw) == "T2b"  # of duplicate keys the last counts
-    assert echoed("{}", "") == echoed("", " { } ") == "T1"
+    assert echoed("{}", "") == echoed("", " { } ") == echoed("{}", " ") == "T1"
 
 
 @pytest.mark.parametrize("echo,sent", [("9007199254740992", "9007199254740993"), ("0", "-0.0"), ("1e400", "1e400 ")])
@@ -489,7 +504,8 @@ def test_reasoning_may_be_dropped_or_moved_but_not_edited():
     moved = said(message | {"provider_specific_fields": {"reasoning_content": SENT.reasoning}})
     assert same_turn(said(message), SENT) == "T1" and same_turn(moved, SENT) == "T0"
     assert same_turn(said(message | {"reasoning_content": "Think"}), SENT) == "T1"
-    assert same_turn(said(message | {"reasoning_content": "I think"}), SENT) == "T2c"
+    for edited in ("I think", "Thin"):
+        assert same_turn(said(message | {"reasoning_content": edited}), SENT) == "T2c"
     assert same_turn(turn(SENT.text, "made up", SENT.calls), replace(SENT, reasoning=None)) == "T2c"
 
 
@@ -519,7 +535,11 @@ def test_a_sibling_that_says_the_same_does_not_win_over_the_one_that_the_ids_nam
     first, second = (turn("t", None, (), [node]) for node in ("n1", "n2"))
     assert same_turn(said({"content": "t", NODE_KEY: "n2"}), first) == "T1"
     moved = said({"content": "t", "provider_specific_fields": {NODE_KEY: "n2"}})
-    assert same_turn(moved, second) == "T0" and same_turn(said({"content": "t"}), first) == "T0"
+    assert (
+        moved.anchors == ("n2",)
+        and same_turn(moved, second) == "T0"
+        and same_turn(said({"content": "t"}), first) == "T0"
+    )
     call = [turn("t", None, [Call(i, "f", "{}")]) for i in ("c1", "c2")]
     assert same_turn(call[1], call[0]) is None
 
