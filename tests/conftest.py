@@ -76,7 +76,7 @@ class Stage:
         moe = bool(experts_of(AutoConfig.from_pretrained(model)))
         defaults = dict(
             dtype="float32",
-            max_gap=1e-5 if "tiny" in model else 5e-5,
+            max_gap=1e-5,
             replay_experts=moe,
             minibatches=1,
             max_context=512,
@@ -221,8 +221,8 @@ def dense(cluster, process_group, tiny):
 
 
 @pytest.fixture(scope="session")
-def tied(cluster, process_group):
-    return Stage("examples/starter")  # its head is tied
+def tied(cluster, process_group, tiny):
+    return Stage(f"{tiny}/tied")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from replay import pack
 from server import Trace
 
 pytestmark = pytest.mark.e2e
-BAR = 1e-5  # fp32; conftest.py gives the trained starter, whose layers amplify rounding, five times as much on single tokens
+BAR = 1e-5  # fp32
 
 
 @pytest.fixture(params=["dense", "tied", "moe"])
@@ -25,7 +25,7 @@ def stage(request):
 def test_trainer_and_engine_agree_on_multi_turn_episodes(stage):
     rows = stage.rollouts()
     metrics = stage.check(rows)
-    assert metrics["gap/on_version_max"] <= stage.cfg.max_gap and metrics["gap/on_version_tokens"] > 100
+    assert metrics["gap/on_version_max"] <= BAR and metrics["gap/on_version_tokens"] > 100
     assert {len(r.replies) for r in rows} == {3}
     if stage.cfg.replay_experts:
         assert (
@@ -40,7 +40,7 @@ def test_five_refits_are_exact(stage):
         for i in range(5):
             before = stage.ask("score", PROBE)[0]
             stage.learn(seed=i)
-            assert stage.molt() <= stage.cfg.max_gap  # the probe compares engine and trainer on a fixed text
+            assert stage.molt() <= BAR  # the probe compares engine and trainer on a fixed text
             assert np.abs(stage.ask("score", PROBE)[0] - before).max() > 1e-2  # and the weights did move
     finally:
         stage.reset()
@@ -87,16 +87,6 @@ def test_a_closed_engine_lets_nothing_in_until_it_is_released(dense):
     assert ray.wait([ref], timeout=1.0)[0] == []
     dense.ask("release")
     assert (ray.get(ref, timeout=60).versions == dense.version).all()
-
-
-def test_more_than_a_tenth_of_the_starters_replies_encode_to_other_ids(tied):
-    rows = tied.rollouts(n=128, turns=2)
-    different = [
-        tied.chat.encode(tied.chat.tokenizer.decode(row.tokens[a:b])) != row.tokens[a:b].tolist()
-        for row in rows
-        for a, b, _ in row.replies
-    ]
-    assert np.mean(different) >= 0.1
 
 
 def test_a_cancelled_request_leaves_the_engine(dense):
