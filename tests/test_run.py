@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def check_learning(out, wall, rows, text, least):
     assert rows[0]["reward/mean"] <= 0.4
     assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and max(r["gap/on_version_p999"] for r in rows) <= 5e-5
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
-    assert rows[0]["rollouts/retokenised"] >= 0.05  # one batch; test_starter.py asks for a tenth of many
+    assert (rows[0]["rollouts/retokenised"] + rows[1]["rollouts/retokenised"]) / 2 >= 0.1  # one batch is a small sample
     assert "FAIL" not in text and text.count("PASS") >= 3
     solved, _ = play(
         str(out / "model"), rows_of("examples/starter/heldout.jsonl"), greedy=True
@@ -97,12 +98,12 @@ def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_r
         "--lr",
         1e-5,
     ]
-    flags += ["--minibatches", 2, "--epochs", 2, "--wandb", "instar-test"]
+    flags += ["--samples", 16, "--minibatches", 2, "--epochs", 2, "--wandb", "instar-test"]
     code, text = finish(start(*QUICK, *flags, "--out", tmp_path / "run", ranks=1))
     assert code == 0 and "the data has ended" in text, text[-3000:]
     rows = metrics(tmp_path / "run")
-    assert [r["rollouts/finished"] for r in rows] == [16, 12]
-    assert sum(r["reward/mean"] for r in rows) / 2 >= 0.7  # 28 rollouts; the starter earns 0.2
+    assert [r["rollouts/finished"] for r in rows] == [64, 48]
+    assert sum(r["reward/mean"] for r in rows) / 2 >= 0.8
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
@@ -153,7 +154,9 @@ def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(t
     ]
     flags += ["--max_gap", 1e-5, "--out", out]
     process = start(*flags)
-    while len(metrics(out)) < 3:  # the kill falls somewhere in the fourth step
+    whole = random.randint(2, 5)  # metrics are written before the checkpoint, so after one line there may be none
+    print(f"killed after {whole} of 6 steps")
+    while len(metrics(out)) < whole:
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.2)
     children = descendants(process.pid)
@@ -189,7 +192,7 @@ def descendants(pid):
 
 
 @pytest.mark.parametrize(
-    "bug,words", [("temperature", "policy version: gap/on_version_p999"), ("weights", "refit: the probe")]
+    "bug,words", [("temperature", "policy version: gap/on_version_max"), ("weights", "refit: the probe")]
 )
 def test_planted_in_a_real_run_the_gate_ends_it_with_code_3(tmp_path, bug, words):
     code, text = finish(start(bug, *QUICK, "--steps", 2, "--out", tmp_path / "run", script=("tests/planted.py",)))

@@ -45,7 +45,7 @@ def test_its_tokenizer_has_merges_and_single_digits():
     assert len(spec["model"]["merges"]) >= 256
     tokenizer = AutoTokenizer.from_pretrained(STARTER)
     assert [tokenizer.decode(i) for i in tokenizer.encode("2048")] == list("2048")
-    assert len(tokenizer.encode("Now <answer>")) <= 5
+    assert len(tokenizer.encode("Now <answer>")) <= 5 < len("Now <answer>") / 2
 
 
 def test_its_template_is_chatml():

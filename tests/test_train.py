@@ -136,7 +136,6 @@ def test_metrics_add_up_sums_counts_and_maxima_and_keep_a_nan():
 def healthy(**changes):
     m = {
         "gap/on_version_max": 1e-6,
-        "gap/on_version_p999": 1e-6,
         "gap/on_version_mean": 1e-7,
         "gap/on_version_k3": 1e-9,
         "gap/on_version_tokens": 50.0,
@@ -148,8 +147,7 @@ def healthy(**changes):
 @pytest.mark.parametrize(
     "changes,dtype,words",
     [
-        (dict(gap__on_version_p999=2e-4), "float32", "policy version: gap/on_version_p999"),
-        (dict(gap__on_version_max=2e-3), "float32", "policy version: gap/on_version_max"),
+        (dict(gap__on_version_max=2e-4), "float32", "policy version: gap/on_version_max"),
         (dict(gap__on_version_max=math.nan), "float32", "policy version: gap/on_version_max"),
         (dict(gap__on_version_mean=0.03), "bfloat16", "policy version: gap/on_version_mean"),
         (dict(gap__on_version_k3=0.002), "bfloat16", "policy version: gap/on_version_k3"),
@@ -168,7 +166,7 @@ def test_each_gate_names_its_invariant(changes, dtype, words):
 
 
 def test_max_gap_moves_the_bound():
-    check_gates(Config(dtype="float32", max_gap=1e-3), healthy(gap__on_version_p999=5e-4, gap__on_version_max=5e-3))
+    check_gates(Config(dtype="float32", max_gap=1e-3), healthy(gap__on_version_max=5e-4))
 
 
 def test_a_denominator_that_does_not_cover_the_step_is_caught():
