@@ -9,11 +9,14 @@ refitted before the next one starts. Only the Engine's process imports vllm. Not
 
 import asyncio
 import inspect
+import itertools
 import json
 import math
 import os
 import time
 import traceback
+import uuid
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -23,6 +26,8 @@ import ray
 
 from agent import Result, Segment, Task, digest, load_agent
 from server import Chat, Reply, Trace
+
+SMALL = 100_000  # bytes; as Ray does with results of calls
 
 
 class Engine:
@@ -56,14 +61,41 @@ class Engine:
             tensor_parallel_size=cfg.engine_tp,
             distributed_executor_backend="uni" if cfg.engine_tp == 1 else "mp",
             use_tqdm_on_load=False,
+            disable_log_stats=True,  # nobody reads them
         )
         if not cpu:
             args["gpu_memory_utilization"] = cfg.engine_memory
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args | json.loads(cfg.engine_args)))
         self.cfg, self.version, self.spans, self.released = cfg, -1, {}, asyncio.Event()
+        self.tasks, self.replies = {}, defaultdict(asyncio.Queue)  # running requests; finished ones of each Runner
 
     async def ready(self) -> bool:
         return True
+
+    async def submit(self, runner: str, requests: list[tuple]) -> None:
+        """Start requests, each the arguments of `generate`. Their replies are fetched with `collect`."""
+        for name, *args in requests:
+            self.tasks[name] = asyncio.create_task(self.answer(runner, name, args))
+
+    async def answer(self, runner: str, name: str, args: list) -> None:
+        try:
+            reply = await self.generate(name, *args)
+        except Exception as e:
+            reply = e
+        finally:
+            del self.tasks[name]
+        self.replies[runner].put_nowait((name, reply))
+
+    async def collect(self, runner: str) -> list[tuple[str, Reply | Exception]]:
+        """Wait for a reply to this Runner and return all that have finished since the last call."""
+        replies = [await self.replies[runner].get()]
+        while not self.replies[runner].empty():
+            replies.append(self.replies[runner].get_nowait())
+        return replies
+
+    async def cancel(self, name: str) -> None:
+        if name in self.tasks:
+            self.tasks[name].cancel()
 
     async def generate(
         self, name: str, ids: list[int], max_tokens: int, known: int = 0, temperature: float | None = None
@@ -217,13 +249,66 @@ def number(value, what: str) -> float:
     return value
 
 
+class Line:
+    """The way of a Runner's requests to one Engine. A Ray call costs more than sampling ten tokens: requests that wait go in one
+    call, and one call that is always open brings back whatever has finished."""
+
+    def __init__(self, engine):
+        self.engine, self.name = engine, uuid.uuid4().hex
+        self.outbox, self.waiting = [], {}
+        self.sender = self.receiver = None
+
+    async def generate(self, name: str, ids: list[int], max_tokens: int, known: int) -> Reply:
+        """Engine.generate. Raises EngineFault when the engine or the way to it is broken."""
+        future = self.waiting[name] = asyncio.get_running_loop().create_future()
+        self.outbox.append((name, ids, max_tokens, known))
+        if not self.sender or self.sender.done():
+            self.sender = asyncio.create_task(self.loop(self.send, self.outbox))
+        if not self.receiver or self.receiver.done():
+            self.receiver = asyncio.create_task(self.loop(self.receive, self.waiting))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.outbox[:] = [request for request in self.outbox if request[0] != name]
+            self.engine.cancel.remote(name)
+            raise
+        finally:
+            del self.waiting[name]
+
+    async def loop(self, step, work) -> None:
+        """`step` while there is `work`; a broken engine fails every request that waits."""
+        try:
+            while work:
+                await step()
+        except Exception as e:
+            self.outbox.clear()
+            for future in self.waiting.values():
+                if not future.done():
+                    future.set_exception(EngineFault(e))
+
+    async def send(self) -> None:
+        requests = self.outbox[:]
+        self.outbox.clear()
+        await self.engine.submit.remote(self.name, requests)
+
+    async def receive(self) -> None:
+        for name, reply in await self.engine.collect.remote(self.name):
+            future = self.waiting.get(name)
+            if future and not future.done():
+                future.set_exception(EngineFault(reply)) if isinstance(reply, Exception) else future.set_result(reply)
+
+
+class EngineFault(RuntimeError):
+    """An engine could not answer: no fault of the agent."""
+
+
 class Runner:
     """Plays many episodes at once, a Ray actor on CPU."""
 
     def __init__(self, cfg, engines: list):
         from transformers import AutoTokenizer
 
-        self.cfg, self.engines = cfg, engines
+        self.cfg, self.lines = cfg, [Line(e) for e in engines]
         self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
         self.agent = load_agent(cfg.agent)
         self.threads = ThreadPoolExecutor(256)  # a hung tool blocks its own episode only
@@ -233,20 +318,20 @@ class Runner:
             return await method(*args)
         return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
 
+    async def rollouts(self, tasks: list[Task], group_id: int, rollout_ids: list[int], attempt: int) -> list[Rollout]:
+        """One rollout of each task, all at once."""
+        return await asyncio.gather(*[self.rollout(t, group_id, i, attempt) for t, i in zip(tasks, rollout_ids)])
+
     async def rollout(self, task: Task, group_id: int, rollout_id: int, attempt: int) -> Rollout:
-        """Play one episode. A fault of the agent (it raises, is too slow, gives no number) comes back as `error`; a fault
-        of an engine is raised."""
-        engine, turns, start = self.engines[group_id % len(self.engines)], iter(range(1 << 30)), time.perf_counter()
+        """Play one episode. A fault of the agent (it raises, is too slow, gives no number) comes back as `error`; an
+        EngineFault is raised."""
+        line, turns, start = self.lines[group_id % len(self.lines)], itertools.count(), time.perf_counter()
         broken = []
 
         async def generate(ids, max_tokens, known):
-            ref = engine.generate.remote(f"{rollout_id}.{attempt}.{next(turns)}", ids, max_tokens, known)
             try:
-                return await ref
-            except asyncio.CancelledError:
-                ray.cancel(ref)
-                raise
-            except ray.exceptions.RayError as e:
+                return await line.generate(f"{rollout_id}.{attempt}.{next(turns)}", ids, max_tokens, known)
+            except EngineFault as e:
                 broken.append(e)
                 raise
 
@@ -275,8 +360,9 @@ class Rollouts:
     def __init__(self, cfg, rows: list[dict], runners: list, least: int, position: int = 0):
         """least: rollouts that a group needs to be trained; position: groups dispatched before (from a checkpoint)."""
         self.cfg, self.rows, self.runners, self.least, self.position = cfg, rows, runners, least, position
+        self.order = None  # of this pass over the data
         self.running, self.finished, self.handed = set(), [], 0
-        self.store, self.next_row = {}, 0  # row id -> object ref, so that a dead Runner loses nothing
+        self.store, self.next_row = {}, 0  # row id -> row or object ref, so that a dead Runner loses nothing
         self.new_batch()
 
     def new_batch(self) -> None:
@@ -287,9 +373,10 @@ class Rollouts:
         passes, at = divmod(self.position, len(self.rows))
         if self.cfg.data_epochs and passes >= self.cfg.data_epochs:
             return None
-        order = np.random.default_rng([self.cfg.seed, passes]).permutation(len(self.rows))
+        if at == 0 or self.order is None:
+            self.order = np.random.default_rng([self.cfg.seed, passes]).permutation(len(self.rows))
         self.position += 1
-        return self.position - 1, self.rows[int(order[at])]
+        return self.position - 1, self.rows[int(self.order[at])]
 
     def fill(self) -> None:
         """Start groups while there is capacity and data."""
@@ -300,35 +387,35 @@ class Rollouts:
 
     async def group(self, group_id: int, row: dict) -> list[Rollout] | None:
         """All rollouts of one prompt that did not fail; None when too few are left, twice."""
-        n = self.cfg.samples
+        ids = [group_id * self.cfg.samples + i for i in range(self.cfg.samples)]
+        prompt, label = row[self.cfg.prompt_key], row.get(self.cfg.label_key)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        runner = self.runners[group_id % len(self.runners)]
         for attempt in range(2):
-            outs = await asyncio.gather(*[self.one(group_id, group_id * n + i, row, attempt) for i in range(n)])
+            tasks = [Task(messages, label, row, self.cfg.seed * 1_000_003 + i * 2 + attempt) for i in ids]
+            outs = await runner.rollouts.remote(tasks, group_id, ids, attempt)
             good = [o for o in outs if not o.error]
+            self.count_failed([o.error for o in outs if o.error])
             if len(good) >= self.least:
+                for out in good:
+                    out.rows, out.segments = [self.keep(segment) for segment in out.segments], []
                 return good
             self.retried += attempt == 0
         self.lost += 1
         return None
 
-    async def one(self, group_id: int, rollout_id: int, row: dict, attempt: int) -> Rollout:
-        prompt = row[self.cfg.prompt_key]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        task = Task(messages, row.get(self.cfg.label_key), row, self.cfg.seed * 1_000_003 + rollout_id * 2 + attempt)
-        out = await self.runners[rollout_id % len(self.runners)].rollout.remote(task, group_id, rollout_id, attempt)
-        if out.error:
-            self.failed += 1
-            self.first_error = self.first_error or out.error
-            if self.failed > self.cfg.max_failed * self.cfg.prompts * self.cfg.samples:
-                raise TooManyFailed(
-                    f"{self.failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:\n{out.error}"
-                )
-        out.rows = [self.keep(segment) for segment in out.segments]
-        out.segments = []
-        return out
+    def count_failed(self, errors: list[str]) -> None:
+        self.failed += len(errors)
+        self.first_error = self.first_error or next(iter(errors), "")
+        if self.failed > self.cfg.max_failed * self.cfg.prompts * self.cfg.samples:
+            raise TooManyFailed(
+                f"{self.failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:\n{self.first_error}"
+            )
 
     def keep(self, segment: Segment) -> dict:
-        """Put one row into the object store, while other episodes still run."""
-        self.store[self.next_row] = ray.put(segment)
+        """Put a row into the object store, while other episodes still run; a small one costs less when it travels by value."""
+        big = segment.tokens.nbytes > SMALL or segment.experts is not None and segment.experts.nbytes > SMALL
+        self.store[self.next_row] = ray.put(segment) if big else segment
         self.next_row += 1
         return {"id": self.next_row - 1, "tokens": len(segment), "trained": int(segment.mask.sum())}
 
@@ -366,7 +453,7 @@ class Rollouts:
         return batch
 
     def fetch(self, ids: list[int]) -> list:
-        """Object refs of rows."""
+        """Rows: a small one itself, of others an object ref."""
         return [self.store[i] for i in ids]
 
     def refitted(self) -> int:

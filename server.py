@@ -18,6 +18,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -45,12 +46,14 @@ class Chat:
         if not tokenizer.chat_template:
             raise ValueError("--model has no chat template: put a chat_template.jinja beside its tokenizer")
         self.tokenizer = tokenizer
+        self.recent = lru_cache(256)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
 
     def render(self, messages: list[dict]) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Ids of a text. Rollouts of one prompt share their texts, so the latest are kept."""
+        return list(self.recent(text))
 
     def text(self, ids) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -927,7 +927,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         # the rows of this rank, packed; the same tokens and experts that the engines saw
         parts = [p[rank] for p in batch["plan"]]
         mine = [i for part in parts for micro in part for i in micro]
-        segments = ray.get(ray.get(rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine])))
+        rows = ray.get(rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
+        segments = [ray.get(row) if isinstance(row, ray.ObjectRef) else row for row in rows]
         place = {row: at for at, row in enumerate(mine)}
         parts = [[pack(segments, [place[i] for i in micro]) for micro in part] for part in parts]
 

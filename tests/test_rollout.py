@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import rollout
-from agent import Agent, Env, Result, Task, digest
-from rollout import Rollout, Rollouts, Runner, TooManyFailed, load_rows, play, stamp
+from agent import Agent, Env, Result, Segment, Task, digest
+from rollout import Engine, EngineFault, Line, Rollout, Rollouts, Runner, TooManyFailed, load_rows, play, stamp
 from server import Chat, Reply
 
 
@@ -92,6 +93,108 @@ def test_a_reward_that_is_no_number_is_refused(chat, reward):
         episode(chat, Bad(), scripted(chat, "x"))
 
 
+class Scripted(Engine):
+    """An Engine without vLLM: a prompt's first id says what happens to it."""
+
+    def __init__(self):
+        self.tasks, self.replies, self.batches, self.cancelled = {}, defaultdict(asyncio.Queue), [], []
+
+    async def submit(self, runner, requests):
+        self.batches.append(len(requests))
+        await asyncio.sleep(0.001)  # as long as a call takes
+        await super().submit(runner, requests)
+
+    async def generate(self, name, ids, max_tokens, known=0):
+        try:
+            await asyncio.sleep({0: 0.001, 1: 0.02, 2: 60, 3: 0}[ids[0]] if ids[0] < 4 else 0)
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        if ids[0] == 3:
+            raise RuntimeError("no such token")
+        return Reply(*[np.asarray(ids, d) for d in (np.int32, np.float32, np.int32)], b"", "stop")
+
+
+class Remote:
+    """An actor handle whose calls run in this process; they raise ActorDiedError once it is `dead`."""
+
+    def __init__(self, actor):
+        self.actor, self.dead = actor, False
+
+    def __getattr__(self, method):
+        async def call(args):
+            answer = asyncio.ensure_future(getattr(self.actor, method)(*args))
+            while not answer.done():
+                if self.dead:
+                    raise rollout.ray.exceptions.ActorDiedError()
+                await asyncio.wait([answer], timeout=0.002)
+            return answer.result()
+
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(call(args)))
+
+
+def test_requests_travel_in_batches_and_each_gets_its_own_reply():
+    async def run():
+        engine = Scripted()
+        line = Line(Remote(engine))
+        replies = await asyncio.gather(*[line.generate(f"{i}", [i % 2, i], 4, 0) for i in range(200)])
+        assert [r.tokens.tolist() for r in replies] == [[i % 2, i] for i in range(200)]
+        assert engine.batches == [200] and not line.waiting and not engine.tasks
+        again = [line.generate(f"a{i}", [0, i], 4, 0) for i in range(3)]
+        assert [r.tokens.tolist() for r in await asyncio.gather(*again)] == [[0, 0], [0, 1], [0, 2]]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_request_that_fails_fails_alone_and_a_cancelled_one_stops_its_engine():
+    async def run():
+        engine = Scripted()
+        line = Line(Remote(engine))
+        slow = asyncio.create_task(line.generate("slow", [2], 4, 0))
+        bad, good = await asyncio.gather(
+            line.generate("bad", [3], 4, 0), line.generate("good", [1], 4, 0), return_exceptions=True
+        )
+        assert isinstance(bad, EngineFault) and "no such token" in str(bad) and good.tokens.tolist() == [1]
+        slow.cancel()
+        await asyncio.wait([slow])
+        await asyncio.sleep(0.02)
+        assert slow.cancelled() and engine.cancelled == ["slow"] and not engine.tasks and not line.waiting
+        unsent = asyncio.create_task(line.generate("unsent", [2], 4, 0))
+        line.sender = asyncio.create_task(asyncio.sleep(0.01))  # a call is on its way
+        await asyncio.sleep(0)
+        unsent.cancel()
+        await asyncio.gather(unsent, line.sender, return_exceptions=True)
+        await line.generate("next", [0], 4, 0)
+        assert engine.batches[-1] == 1 and not engine.tasks and not line.outbox
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_dead_engine_fails_all_that_wait_for_it_and_all_that_come_later():
+    async def run():
+        engine = Remote(Scripted())
+        line = Line(engine)
+        waiting = [asyncio.create_task(line.generate(f"{i}", [2], 4, 0)) for i in range(5)]
+        await asyncio.sleep(0.01)
+        engine.dead = True
+        for task in [*waiting, asyncio.create_task(line.generate("late", [0], 4, 0))]:
+            with pytest.raises(EngineFault):
+                await asyncio.wait_for(task, 5)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_fault_of_an_engine_is_raised_and_not_charged_to_the_agent():
+    cfg = SimpleNamespace(
+        model="examples/starter", agent="agent.py", episode_timeout=5, max_turns=2, max_tokens=4, max_context=99
+    )
+    engine = Remote(Scripted())
+    runner, engine.dead = Runner(cfg, [engine]), True
+    task = Task([{"role": "user", "content": "x"}], label=1)
+    with pytest.raises(EngineFault):
+        asyncio.run(runner.rollouts([task, task], 0, [0, 1], 0))
+
+
 def test_faults_of_an_agent_cost_its_rollout_only():
     class Slow(Env):
         async def step(self, reply):
@@ -101,18 +204,11 @@ def test_faults_of_an_agent_cost_its_rollout_only():
         def step(self, reply):
             raise KeyError("tool")
 
-    class Speaks:
-        def remote(self, name, ids, max_tokens, known):
-            async def answer():
-                return Reply(*[np.asarray([65], d) for d in (np.int32, np.float32, np.int32)], b"", "stop")
-
-            return asyncio.ensure_future(answer())
-
     cfg = SimpleNamespace(
         model="examples/starter", agent="agent.py", episode_timeout=0.5, max_turns=2, max_tokens=4, max_context=99
     )
-    runner = Runner(cfg, [SimpleNamespace(generate=Speaks())])
     for agent, word in ((Slow, "--episode_timeout 0.5"), (Raises, "KeyError: 'tool'")):
+        runner = Runner(cfg, [Remote(Scripted())])
         runner.agent = agent
         out = asyncio.run(runner.rollout(Task([{"role": "user", "content": "x"}]), 0, 0, 0))
         assert word in out.error and out.segments == []
@@ -122,16 +218,16 @@ class FakeRunner:
     """Ends each rollout after a while; `fails(group, attempt, i)` tells which ones fail."""
 
     def __init__(self, samples, fails=lambda group, attempt, i: False):
-        self.samples, self.fails, self.started, self.rollout = samples, fails, [], self
+        self.samples, self.fails, self.started, self.rollouts = samples, fails, [], self
 
-    def remote(self, task, group_id, rollout_id, attempt):
-        async def run():
+    def remote(self, tasks, group_id, rollout_ids, attempt):
+        async def run(rollout_id):
             self.started.append((group_id, rollout_id, attempt))
             await asyncio.sleep((rollout_id * 7919 % 5) / 1000)
             error = "Traceback: boom" if self.fails(group_id, attempt, rollout_id % self.samples) else ""
             return Rollout(group_id, rollout_id, Result(), [], error)
 
-        return asyncio.ensure_future(run())
+        return asyncio.gather(*map(run, rollout_ids))
 
 
 def pool(n_rows, runner, least=2, position=0, **flags):
@@ -229,6 +325,14 @@ def test_rows_come_from_jsonl_and_parquet_alike(tmp_path):
     )
 
 
-@pytest.fixture(autouse=True)
-def no_object_store(monkeypatch):
-    monkeypatch.setattr(rollout.ray, "put", lambda x: x)
+def test_small_rows_travel_by_value_and_large_ones_by_reference(monkeypatch):
+    monkeypatch.setattr(rollout.ray, "put", lambda segment: ("ref", segment))
+    p = pool(4, FakeRunner(2))
+
+    def row(n, experts=None):
+        fields = [np.zeros(n, d) for d in (np.int32, bool, np.float32, np.int32)]
+        return Segment(*fields, experts, None, [(0, n, b"")], 0, 0, 1.0, [], {}, {}, False)
+
+    rows = [row(100), row(30_000), row(100, np.zeros((100, 48, 32), np.uint8))]
+    assert [p.keep(r)["tokens"] for r in rows] == [100, 30_000, 100]
+    assert p.fetch([2, 0, 1]) == [("ref", rows[2]), rows[0], ("ref", rows[1])]
