@@ -214,8 +214,8 @@ class Rollout:
 
 async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0) -> Rollout:
     """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call` awaits a sync or async method."""
-    messages = list(await call(env.reset, task))
-    trace, result, limit, other_ids = Trace(chat.opening(messages)), Result(), "turns", 0
+    trace = Trace(chat.opening(list(await call(env.reset, task))))
+    result, limit, other_ids = Result(), "turns", 0
     for _ in range(cfg.max_turns):
         room = cfg.max_context - len(trace)
         if room < 1:
@@ -233,8 +233,7 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
             limit = ""
             break
         new = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        trace.context(chat.following(messages, new, trace.tokens[-1]))
-        messages += [{"role": "assistant", "content": text}, *new]
+        trace.context(chat.following(new, trace.tokens[-1])[0])
     result.reward, result.truncated = sum(result.turn_rewards), bool(limit)
     segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
     return Rollout(group_id, rollout_id, result, segments, other_ids=other_ids)

@@ -12,19 +12,30 @@ This module imports neither vllm nor ray: it is given a `generate` coroutine, so
     pytest tests/test_server.py tests/test_wires.py
 """
 
+import asyncio
 import base64
 import hashlib
+import hmac
 import json
 import math
 import re
-from dataclasses import dataclass, field
+import secrets
+import socket
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
+import uvicorn
 
 from agent import Result, Segment
 
 SENTINEL = "\u2042instar\u2042"  # stands for a reply while the template is rendered around it
+THOUGHT = "\u2042thought\u2042"  # stands for its reasoning
+PLAIN = "\ufdd0"  # no character of any text; stands around what only looks like a special token
+CALL = "abcdefghi"  # a tool-call id that the strictest template takes
 
 
 @dataclass
@@ -40,40 +51,131 @@ class Reply:
 
 
 class Chat:
-    """A tokenizer and its chat template."""
+    """A tokenizer and its chat template. Messages are rendered by the template alone; what it would refuse, drop or move to
+    another place (a late system message, a tool's result) is said in a user message that stands where it was."""
 
     def __init__(self, tokenizer):
         if not tokenizer.chat_template:
             raise ValueError("--model has no chat template: put a chat_template.jinja beside its tokenizer")
         self.tokenizer = tokenizer
-        self.recent = lru_cache(256)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
+        special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self.special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        self.ends = re.compile(rf"(?:{self.special.pattern})+\Z")  # the end-of-turn token behind a reply
+        self.recent = lru_cache(256)(
+            lambda text, plain: tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain))
+        )
+        self.longest = max(map(len, tokenizer.get_vocab()))  # characters of one token, at most
+        user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        system, tool = {"role": "system", "content": "c"}, {"role": "tool", "content": "d", "tool_call_id": CALL}
+        self.takes_first_system = self._takes(system, user)
+        self.takes_system = self._takes(user, said, system)
+        self.takes_users = self._takes(user, user)
+        self.takes_tools = self._takes(user, said, tool, tool)
+        self.arguments = dict if self._calls(1, dict(k="v")) or not self._calls(1, "{}") else str  # or as text
+        value = self.arguments(k="v") if self.arguments is dict else "{}"
+        self.calls = math.inf if self._calls(2, value) else int(self._calls(1, value))  # in one turn
 
-    def render(self, messages: list[dict]) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def _takes(self, *messages: dict) -> bool:
+        """Whether the template renders the content of all these messages, each once and in order."""
+        marked = [m | {"content": f"{SENTINEL}{i}{SENTINEL}"} for i, m in enumerate(messages)]
+        return self._found(marked) == [str(i) for i in range(len(marked))]
+
+    def _calls(self, n: int, arguments: dict | str) -> bool:
+        """Whether it renders n tool calls in one turn."""
+        names = [f"{SENTINEL}{i}{SENTINEL}" for i in range(n)]
+        calls = [{"id": CALL, "type": "function", "function": {"name": f, "arguments": arguments}} for f in names]
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        results = [{"role": "tool", "content": "d", "tool_call_id": CALL}] * n
+        return self._found([{"role": "user", "content": "a"}, message, *results]) == [str(i) for i in range(n)]
+
+    def _found(self, messages: list[dict]) -> list[str]:
+        try:
+            return re.findall(f"{SENTINEL}(.*?){SENTINEL}", self._render(messages))
+        except Exception:  # whatever a template raises
+            return []
+
+    def _render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+
+    def fit(self, messages: list[dict], bare: bool = False) -> list[dict]:
+        """Messages of a whole conversation as the template takes them; `bare`: users and the assistant in turns, no more."""
+        fitted, leading = [], True
+        for m in messages:
+            leading = leading and m["role"] == "system"
+            if m["role"] == "system" and (bare or not (self.takes_first_system if leading else self.takes_system)):
+                text = m["content"] if leading else f"<system-reminder>\n{m['content']}\n</system-reminder>"
+                m = {"role": "user", "content": text}
+            elif m["role"] == "tool" and (bare or not self.takes_tools):
+                m = {"role": "user", "content": f"<tool_response>\n{m['content']}\n</tool_response>"}
+            elif m.get("tool_calls") and (bare or len(m["tool_calls"]) > self.calls):
+                said = [json.dumps(c["function"], ensure_ascii=False) for c in m["tool_calls"]]
+                said = "\n".join([m["content"], *(f"<tool_call>\n{c}\n</tool_call>" for c in said)])
+                m = {k: v for k, v in m.items() if k != "tool_calls"} | {"content": said}
+            again = fitted and fitted[-1]["role"] == m["role"]
+            if again and (m["role"] == "user" and (bare or not self.takes_users) or m["role"] == "system" and leading):
+                fitted[-1] = fitted[-1] | {"content": f"{fitted[-1]['content']}\n\n{m['content']}"}
+            else:
+                fitted.append(m)
+        return fitted
+
+    def spelled(self, call: "Call") -> dict | str:
+        """A call's arguments as the template takes them: most dump an object themselves."""
+        try:
+            value = json.loads(call.arguments or "{}")
+        except (ValueError, RecursionError):
+            return call.arguments
+        return value if self.arguments is dict and isinstance(value, dict) else call.arguments
+
+    def plain(self, value):
+        """A JSON value in which the characters of a special token are marked, so that `encode` makes no such token of them."""
+        if isinstance(value, str):
+            return self.special.sub(lambda m: f"{PLAIN}{m[0]}{PLAIN}", value.replace(PLAIN, ""))
+        if isinstance(value, list):
+            return [self.plain(v) for v in value]
+        return {k: self.plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """Text of a prompt, up to where the policy begins to speak. Raises BadRequest where the template refuses it."""
+        tools = self.plain(tools) if tools else None
+        try:
+            return self._render(self.plain(self.fit(messages)), tools)
+        except Exception:  # whatever a template raises
+            try:
+                return self._render(self.plain(self.fit(messages, bare=True)), tools)
+            except Exception as e:
+                raise BadRequest(f"the chat template of --model refuses these messages: {e}") from e
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Rollouts of one prompt share their texts, so the latest are kept."""
-        return list(self.recent(text))
+        return [i for n, part in enumerate(text.split(PLAIN)) if part for i in self.recent(part, n % 2 == 1)]
 
     def text(self, ids) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def opening(self, messages: list[dict]) -> list[int]:
+    def opening(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """Ids of a whole prompt, up to where the policy begins to speak."""
-        return self.encode(self.render(messages))
+        return self.encode(self.render(messages, tools))
 
-    def following(self, history: list[dict], new: list[dict], last: int) -> list[int]:
+    def following(
+        self, new: list[dict], last: int, tools: list[dict] | None = None, system: bool = False, reasoned: bool = False
+    ) -> tuple[list[int], bool]:
         """Ids between a reply and the next one: the end of the turn, the new messages, the next generation prompt.
 
-        history: the messages before the reply; last: the reply's last id. They are the template's own bytes, found by
-        rendering a sentinel in the reply's place and encoding what follows it as one run. An end-of-turn token that the policy
-        sampled itself is not repeated; a reply cut by its length gets it, as context that is not trained.
+        last: the reply's last id; system: the history begins with a system message; reasoned: a reply in it holds reasoning. The ids are the template's own
+        bytes, found by rendering a sentinel in the reply's place and encoding what follows it as one run; a short stand-in for
+        the history keeps the cost of a turn flat. An end-of-turn token that the policy sampled itself is not repeated; a reply
+        cut by its length gets it, as context that is not trained. Also returned: whether the template leaves what came before
+        as it was; it does not when it strips old reasoning, or moves the tools to the last user message.
         """
-        parts = self.render([*history, {"role": "assistant", "content": SENTINEL}, *new]).split(SENTINEL)
-        if len(parts) != 2:
-            raise ValueError(f"the chat template of --model renders a reply {len(parts) - 1} times instead of once")
-        ids = self.encode(parts[1])
-        return ids[1:] if ids and ids[0] == last else ids
+        history = [{"role": role, "content": "?"} for role in (["system"] if system else []) + ["user"]]
+        reply = {"role": "assistant", "content": SENTINEL} | ({"reasoning_content": THOUGHT} if reasoned else {})
+        text = self.render([*history, reply, *new], tools)
+        head, *tail = text.split(SENTINEL)
+        if len(tail) != 1:
+            raise BadRequest(f"the chat template of --model renders a reply {len(tail)} times instead of once")
+        ids = self.encode(tail[0])
+        kept = head.startswith(self.render(history, tools)) and (not reasoned or THOUGHT in head)
+        return (ids[1:] if ids and ids[0] == last else ids), kept
 
 
 class Trace:
@@ -103,16 +205,19 @@ class Trace:
         self.tokens += ids
         self._pad()
 
-    def reply(self, r: Reply) -> None:
-        """Append an engine's reply exactly as it was sampled."""
+    def reply(self, r: Reply, owned: bool = True) -> None:
+        """Append an engine's reply exactly as it was sampled; one that another row owns is context here."""
         start = len(self.tokens)
+        if r.experts is not None:
+            self.experts.append(r.experts)
+        if not owned:
+            return self.context(r.tokens.tolist())
         self.tokens += r.tokens.tolist()
         self.mask += [True] * len(r.tokens)
         self.logprobs += r.logprobs.tolist()
         self.versions += r.versions.tolist()
         self.replies.append((start, len(self.tokens), r.digest))
-        if r.experts is not None:
-            self.experts.append(r.experts)
+        return None
 
     def segment(self, result: Result, group_id: int, rollout_id: int) -> Segment:
         """The training row, up to the last sampled token."""
@@ -207,6 +312,7 @@ class Request:
     include_encrypted: bool = False  # reasoning items carry encrypted_content
 
 
+TOO_LONG = "context_length_exceeded"
 NODE_KEY = "x_node_id"  # the extra field of a chat message that names its node
 UNPARSED = "__unparsedToolInput"  # Claude Code wraps arguments that are no JSON
 BILLING = "x-anthropic-billing-header"  # Claude Code's first system block; its hash changes between requests
@@ -628,3 +734,690 @@ def _scalar(value) -> str:
     if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", value, re.ASCII):
         value = _number(value)
     return value if isinstance(value, str) else json.dumps(value)
+
+
+# ---- The forest: a rollout's requests, each attached to the node that its history ends with
+
+TIERS = ("T2b", "T2a", "T1", "T0")  # what counts as the same turn, the surest last
+YOUNG = 60.0  # seconds in which an SDK that counts its retries still means the same request
+
+
+@dataclass(eq=False)
+class Node:
+    """One reply and what was said since the reply before it. Its sampled ids never change."""
+
+    id: str
+    place: tuple  # (id of the node before, digest of the tools, turns since): requests of one place ask for the same
+    request: Request  # its turns are dropped: they are those of the nodes before, and the place's
+    parent: "Node | None"  # the node before
+    base: "Node | None" = None  # whose ids this node's follow: the parent, or None where the template rewrites the past
+    start: int = 0  # tokens of the base's path, its reply included
+    tokens: list[int] = field(default_factory=list)  # context between the base's reply and this one
+    known: int = 0  # leading tokens of the path whose experts were captured
+    reply: Reply | None = None  # None while it runs
+    turn: As | None = None  # the reply as a client gets it
+    finish: str = ""  # "stop", "length" or "stop_string"
+    stop: str = ""  # the stop string that ended it
+    reasoned: bool = False  # a reply of the path holds reasoning
+    listeners: int = 0  # connections that wait for it
+    delivered: bool = False  # one of them got it to the last byte
+    acked: bool = False  # a later request builds on it
+    ended: float = math.inf
+    task: asyncio.Task | None = None
+
+    def path(self) -> list["Node"]:
+        nodes, node = [], self
+        while node:
+            nodes.append(node)
+            node = node.base
+        return nodes[::-1]
+
+    def history(self) -> list[In | As]:
+        turns, node = [], self
+        while node:
+            turns = [*node.place[2], node.turn, *turns]
+            node = node.parent
+        return turns
+
+    def ids(self) -> list[int]:
+        """Prompt and reply, from the first token on."""
+        return [i for n in self.path() for part in (n.tokens, n.reply.tokens.tolist() if n.reply else ()) for i in part]
+
+
+class Forest:
+    """The requests of one rollout. Nothing is locked while a reply is sampled; equal requests that run at once are siblings.
+
+    generate: coroutine (ids, max_tokens, known, stop) -> Reply; parse: (text, tools) -> (reasoning or None, text, calls), each
+    call (the model's own id or "", name, arguments); sampling: the run's own values of what clients may ask for.
+    """
+
+    def __init__(self, chat: Chat, generate, parse, max_tokens: int, max_context: int, sampling: dict):
+        self.chat, self.generate, self.parse = chat, generate, parse
+        self.max_tokens, self.max_context, self.sampling = max_tokens, max_context, sampling
+        self.places: dict[tuple, list[Node]] = {}
+        self.tools: dict[str, list[dict]] = {}
+        self.anchors: dict[str, Node] = {}
+        self.calls: dict[str, tuple[str, str]] = {}  # minted call id -> (id in the prompt, name)
+        self.nodes: list[Node] = []  # in the order in which they were done
+        self.counts, self.closed = Counter(), False
+
+    def attach(self, req: Request) -> tuple[Node | None, tuple]:
+        """The node that the request's history ends with, and the place of its own node."""
+        if req.previous:
+            self._expand(req)
+        if req.turns and isinstance(req.turns[-1], As) and self._broken(req.turns[-1]):
+            req.turns = req.turns[:-1]  # what a client kept of a reply whose stream broke: it asks for the whole again
+        tools = hashlib.sha256(json.dumps(req.tools).encode()).hexdigest() if req.tools else ""
+        req.tools = self.tools.setdefault(tools, req.tools)  # one copy, not one of each turn
+        node, since = None, []
+        for turn in req.turns[:-1]:
+            found = self._child((node.id if node else "", tools, tuple(since)), turn) if isinstance(turn, As) else None
+            if found:
+                node, since = found, []
+            else:
+                since.append(replace(turn, anchors=()) if isinstance(turn, As) else turn)
+        since += [replace(t, anchors=()) if isinstance(t, As) else t for t in req.turns[-1:]]
+        return node, (node.id if node else "", tools, tuple(since))
+
+    def _child(self, place: tuple, echo: As) -> Node | None:
+        """The node of this place that the echoed turn shows, if any."""
+        best, rank = None, ()
+        for at, node in enumerate(self.places.get(place, ())):
+            tier = same_turn(echo, node.turn) if node.turn else None
+            if tier in TIERS:
+                anchored = not set(echo.anchors).isdisjoint(node.turn.anchors)
+                order = (TIERS.index(tier), anchored, node.acked, node.delivered, at)
+                best, rank = max((best, rank), (node, order), key=lambda pair: pair[1])
+        if best:
+            self.counts[f"echo/{TIERS[rank[0]]}"] += 1
+        return best
+
+    def _broken(self, turn: As) -> bool:
+        return any(a in self.anchors and not self.anchors[a].delivered for a in turn.anchors)
+
+    def _expand(self, req: Request) -> None:
+        """Put the history of previous_response_id before the new items; the instructions are this request's own."""
+        node = self.anchors.get(req.previous)
+        if not node:
+            raise BadRequest(
+                f"previous_response_id {req.previous} is not known to this rollout", "previous_response_not_found"
+            )
+        own = [t for t in req.turns[:1] if isinstance(t, In) and t.role == "system"]
+        old = node.history()
+        if own and isinstance(old[0], In) and old[0].role == "system":
+            old = old[1:]
+        req.turns, req.previous = [*own, *old, *req.turns[len(own) :]], ""
+
+    def answer(self, req: Request) -> list[Node]:
+        """Nodes that answer a request, `req.n` of them; done, or running with their `task`. Raises BadRequest."""
+        if any(t.images for t in req.turns if isinstance(t, In)):
+            raise BadRequest("this model reads text only: the request holds an image")
+        node, place = self.attach(req)
+        if node:
+            node.acked = True
+        nodes = []
+        for _ in range(req.n):
+            again = next((n for n in self.places.get(place, ()) if n not in nodes and self._again(n, req)), None)
+            self.counts["replayed"] += again is not None
+            nodes.append(again or self._start(node, place, req))
+        for n in nodes:
+            n.listeners += 1
+        req.turns = []
+        return nodes
+
+    def _again(self, node: Node, req: Request) -> bool:
+        """Whether a request means this node, and not another sample at the same place: by its connections, as most clients
+        do not say that they retry."""
+        if node.request.max_tokens != req.max_tokens:
+            return False
+        if not node.reply:
+            return node.listeners == 0 or req.retry > 0
+        return not node.delivered or req.retry > 0 and time.monotonic() - node.ended < YOUNG
+
+    def _start(self, parent: Node | None, place: tuple, req: Request) -> Node:
+        least = sum(len(t.text) for t in place[2]) // self.chat.longest
+        if least > self.max_context:  # rather than encode megabytes
+            raise BadRequest(f"prompt is too long: {least} tokens > {self.max_context - 1} maximum", TOO_LONG)
+        node = Node(uuid.uuid4().hex, place, req, parent)
+        node.base, node.tokens = self._prompt(parent, place[2], req)
+        ids = node.ids()
+        node.start = len(ids) - len(node.tokens)
+        room = self.max_context - len(ids)
+        if room < 1:
+            raise BadRequest(f"prompt is too long: {len(ids)} tokens > {self.max_context - 1} maximum", TOO_LONG)
+        limit = min(req.max_tokens or room, self.max_tokens, room)
+        self.counts["asked_other"] += any(self.sampling.get(k, v) != v for k, v in req.asked.items())
+        self.places.setdefault(place, []).append(node)
+        node.task = asyncio.create_task(self._sample(node, ids, limit))
+        return node
+
+    def _prompt(self, parent: Node | None, since: tuple, req: Request) -> tuple[Node | None, list[int]]:
+        """(node whose ids come first, ids behind them). Without such a node all is rendered, as context."""
+        opened = isinstance(since[-1], As)  # the client began the reply itself
+        begun = self.chat.encode(self.chat.plain(since[-1].text)) if opened else []
+        if parent:
+            system = isinstance(req.turns[0], In) and req.turns[0].role == "system"
+            new = [self._message(t) for t in (since[:-1] if opened else since)]
+            ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, parent.reasoned)
+            if kept:
+                return parent, ids + begun
+            self.counts["rewritten"] += 1
+        turns = req.turns[:-1] if opened else req.turns
+        return None, self.chat.opening([self._message(t) for t in turns], req.tools) + begun
+
+    def _message(self, turn: In | As) -> dict:
+        """A turn as chat templates take it. Tool calls get the ids that the model itself gave, or short ones."""
+        if isinstance(turn, In):
+            if turn.role != "tool":
+                return {"role": turn.role, "content": turn.text}
+            id_, name = self.calls.get(turn.call, (short(turn.call), ""))
+            return {"role": "tool", "content": turn.text, "tool_call_id": id_} | ({"name": name} if name else {})
+        message = {"role": "assistant", "content": turn.text}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.calls:
+            message["tool_calls"] = [
+                {
+                    "id": self.calls.get(c.id, (short(c.id),))[0],
+                    "type": "function",
+                    "function": {"name": c.name, "arguments": self.chat.spelled(c)},
+                }
+                for c in turn.calls
+            ]
+        return message
+
+    async def _sample(self, node: Node, ids: list[int], limit: int) -> None:
+        try:
+            known = node.base.known if node.base else 0
+            reply = await self.generate(ids, limit, known, node.request.stop)
+            if reply.finish == "abort":
+                raise RuntimeError("the engine gave a reply up")
+            reasoning, text, calls, node.finish, node.stop = self._read(reply, node.request)
+        except BaseException:
+            self.places[node.place].remove(node)  # nothing was recorded: the same request runs again
+            raise
+        spaces = {t["function"]["name"]: t.get("namespace", "") for t in node.request.tools}
+        minted = [(name, raw, spaces.get(name, "")) for _, name, raw in calls]
+        node.turn = mint(node.id, node.request.wire, text, reasoning, minted)
+        own = {(name, raw): id_ for id_, name, raw in calls}
+        for call in node.turn.calls:
+            self.calls[call.id] = (own[call.name, call.arguments] or short(call.id), call.name)
+        node.reasoned = bool(reasoning) or bool(node.base and node.base.reasoned)
+        node.known = known + (0 if reply.experts is None else len(reply.experts))
+        node.reply, node.ended = reply, time.monotonic()
+        self.anchors |= {a: node for a in node.turn.anchors}
+        self.nodes.append(node)
+        self.counts["constrained"] += node.request.constrained
+
+    def _read(self, reply: Reply, req: Request) -> tuple[str | None, str, list, str, str]:
+        """(reasoning, text, calls, finish, stop string) of what was sampled."""
+        text, finish, stop = self.chat.tokenizer.decode(reply.tokens), reply.finish, ""
+        hits = [(at, s) for s in req.stop if (at := text.find(s)) >= 0]
+        if hits:
+            at, stop = min(hits)
+            text, finish = text[:at], "stop_string"
+        text = self.chat.ends.sub("", text)
+        if req.tool_choice == "none" or not req.tools:
+            reasoning, text, calls = self.parse(text, [])
+        else:
+            reasoning, text, calls = self.parse(text, req.tools)
+        return reasoning, text, calls, finish, stop
+
+    def left(self, node: Node, delivered: bool, linger: float) -> None:
+        """A connection that waited for the node is gone. When it was the last, sampling goes on for `linger` seconds."""
+        node.listeners -= 1
+        node.delivered |= delivered
+        if not node.listeners and not node.reply and node.task:
+            asyncio.get_running_loop().call_later(linger, lambda: node.listeners or node.task.cancel())
+
+    def count(self, req: Request) -> int:
+        """Tokens of a request's prompt."""
+        node, place = self.attach(req)
+        base, tokens = self._prompt(node, place[2], req)
+        return len(tokens) + (len(base.ids()) if base else 0)
+
+    def shown(self, node: Node) -> "Answer":
+        """A node that is done, as a client gets it."""
+        r, prompt = node.reply, node.start + len(node.tokens)
+        thought = len(self.chat.encode(node.turn.reasoning or ""))
+        logprobs = None
+        if node.request.asked.get("logprobs") is True:
+            logprobs = [(self.chat.tokenizer.decode([t]), float(p)) for t, p in zip(r.tokens, r.logprobs)]
+        return Answer(node.id, node.turn, node.finish, node.stop, prompt, node.start, len(r.tokens), thought, logprobs)
+
+    async def close(self) -> None:
+        """Answer no more requests; what still runs is cancelled."""
+        self.closed = True
+        tasks = [n.task for nodes in self.places.values() for n in nodes if not n.reply and n.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def segments(self, result: Result, group_id: int, rollout_id: int) -> list[Segment]:
+        """One row for each path that ends in a reply that a client got. A reply on several paths is trained in the first of
+        them, elsewhere it is context; a constrained one is context everywhere."""
+        kept = [n for n in self.nodes if n.delivered or n.acked]
+        inner, owned, rows = {n.base for n in kept}, set(), []
+        for leaf in (n for n in kept if n not in inner):
+            trace = Trace([])
+            for node in leaf.path():
+                trace.context(node.tokens)
+                trace.reply(node.reply, node not in owned and not node.request.constrained)
+                owned.add(node)
+            if trace.replies:
+                rows.append(trace.segment(result, group_id, rollout_id))
+        return rows
+
+
+def short(id_: str) -> str:
+    """A tool-call id of nine letters and digits, as the strictest template wants it."""
+    return hashlib.sha256(id_.encode()).hexdigest()[:9]
+
+
+# ---- Replies: what a client gets, in the words of its wire
+
+
+@dataclass
+class Answer:
+    """One reply as a client gets it, whichever wire and whether streamed or not."""
+
+    node: str  # id of the node (hex): every id below is made from it, so that a replay has the same ids
+    turn: As  # as mint made it for the same wire
+    finish: str  # "stop", "length" or "stop_string"
+    stop: str  # the stop string that ended it, else ""
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, those that the parent node already held
+    sampled_tokens: int
+    reasoning_tokens: int
+    logprobs: list[tuple[str, float]] | None = None  # (token text, log-prob), only if a chat client asked for them
+
+
+ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error"}
+NODE_IDS = ("", "chatcmpl-", "resp_", "msg_", "rs_", "enc_", "sig_")  # each stands before the node's id
+STREAMED = ("text", "thinking", "signature", "input", "summary", "content", "arguments")  # empty before the deltas
+
+
+def mint(node: str, wire: str, text: str, reasoning: str | None, calls: list[tuple[str, str, str]]) -> As:
+    """The turn as its wire says it, with ids for its calls and every anchor that a writer below may send.
+
+    calls: (name, arguments, namespace). An Anthropic call carries an object; one whose arguments are none becomes text.
+    """
+    if wire == "messages":
+        broken = [f"{name}({arguments})" for name, arguments, _ in calls if _object(arguments) is None]
+        text, calls = "\n".join([text, *broken] if text else broken), [c for c in calls if _object(c[1]) is not None]
+    minted = tuple(Call(f"{'toolu' if wire == 'messages' else 'call'}_{node}_{i}", *c) for i, c in enumerate(calls))
+    ids = [c.id for c in minted] + [f"fc_{c.id}" for c in minted] + [kind + node for kind in NODE_IDS]
+    return As(text, reasoning or None, minted, tuple(ids))
+
+
+def write(req: Request, answers: list[Answer], created: int | None = None) -> dict:
+    """The body of a reply that is not streamed. Only the chat wire has more than one answer."""
+    a = answers[0]
+    begun = _begun(req, a.node, created or int(time.time()), a.prompt_tokens, a.cached_tokens)
+    if req.wire == "responses":
+        # a reply cut by its length is "completed" as well: Codex fails the whole run on "incomplete"
+        return begun | {"status": "completed", "output": _items(req, a), "usage": _usage(answers, "input", "output")}
+    if req.wire == "messages":
+        ended = {"stop_reason": _reason(a, "max_tokens", "tool_use", "stop_sequence", "end_turn")}
+        ended |= {"stop_sequence": a.stop or None, "usage": begun["usage"] | {"output_tokens": a.sampled_tokens}}
+        return begun | ended | {"content": _blocks(a.node, a.turn)}
+    return begun | {"choices": [_chat_choice(i, a) for i, a in enumerate(answers)], "usage": _usage(answers)}
+
+
+class Stream:
+    """The SSE frames of one reply: start(), then alive() while the engine works, then finish().
+
+    node: that of the first answer. The prompt's tokens are counted before sampling: Anthropic's first event has them.
+    """
+
+    def __init__(self, req: Request, node: str, prompt_tokens: int, cached_tokens: int = 0):
+        self.req, self.wire, self.created, self.sequence = req, req.wire, int(time.time()), 0
+        self.begun = _begun(req, node, self.created, prompt_tokens, cached_tokens)
+
+    def start(self) -> list[str]:
+        """What to send once the engine has accepted the request."""
+        if self.wire == "chat":
+            return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(self.req.n)]
+        kind, key = ("message_start", "message") if self.wire == "messages" else ("response.created", "response")
+        return [self._frame({"type": kind, key: self.begun}), self.alive()]
+
+    def alive(self) -> str:
+        """What resets the idle timers of the wire's clients. Codex ignores comments, the AI SDK dies of pings."""
+        progress = {"type": "response.in_progress", "response": self.begun}
+        event = {"type": "ping"} if self.wire == "messages" else progress
+        return ": keep-alive\n\n" if self.wire == "chat" else self._frame(event)
+
+    def finish(self, answers: list[Answer]) -> list[str]:
+        """All that remains, made from the body that the client would get without streaming."""
+        body = write(self.req, answers, self.created)
+        if self.wire != "chat":
+            events = _message_events if self.wire == "messages" else _response_events
+            return [self._frame(event) for event in events(body)]
+        frames = [self._chunk(choice["index"], *piece) for choice in body["choices"] for piece in _pieces(choice)]
+        usage = self.begun | {"object": "chat.completion.chunk", "choices": [], "usage": body["usage"]}
+        return frames + ([self._frame(usage)] if self.req.include_usage else []) + ["data: [DONE]\n\n"]
+
+    def _chunk(self, i: int, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> str:
+        choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._frame(self.begun | {"object": "chat.completion.chunk", "choices": [choice]})
+
+    def _frame(self, data: dict) -> str:
+        if self.wire == "responses":
+            data, self.sequence = data | {"sequence_number": self.sequence}, self.sequence + 1
+        event = "" if self.wire == "chat" else f"event: {data['type']}\n"
+        # dumps keeps to ASCII: some clients split lines at Unicode's line separators too
+        return f"{event}data: {json.dumps(data)}\n\n"
+
+
+def error(wire: str, status: int, message: str, code: str = "") -> dict:
+    """The body of an error. Clients act on its code: they compact their context, or do without a thread."""
+    kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if wire != "messages":
+        return {"error": {"message": message, "type": kind, "param": None, "code": code or None}}
+    details = {"error_code": code} | ({"unsupported": ["thread"]} if code == "thread_unsupported_request" else {})
+    return {"type": "error", "error": {"type": kind, "message": message} | ({"details": details} if code else {})}
+
+
+def _object(arguments: str) -> dict | None:
+    """The object that arguments spell, None where they spell none that every client can read."""
+    try:
+        value = json.loads(arguments.strip() or "{}")
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # no NaN, no 1e999, no half of a surrogate pair
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _begun(req: Request, node: str, created: int, prompt: int, cached: int) -> dict:
+    """A reply's body before anything was sampled."""
+    if req.wire == "chat":
+        return {"id": f"chatcmpl-{node}", "object": "chat.completion", "created": created, "model": req.model}
+    if req.wire == "messages":
+        # what a cache held is counted apart: the prompt is the sum of the three inputs
+        usage = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+        head = {"id": f"msg_{node}", "type": "message", "role": "assistant", "model": req.model, "content": []}
+        return head | {"stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
+    body = dict(id=f"resp_{node}", object="response", created_at=created, model=req.model, status="in_progress")
+    body |= dict(output=[], usage=None, error=None, incomplete_details=None, tools=[], tool_choice=req.tool_choice)
+    return body | dict(parallel_tool_calls=True, previous_response_id=req.previous or None)
+
+
+def _reason(a: Answer, length="length", calls="tool_calls", stop_string="stop", stop="stop") -> str:
+    """The wire's word for how a reply ended. Clients run its calls only if the word names them."""
+    word = calls if a.turn.calls else stop_string if a.finish == "stop_string" else stop
+    return length if a.finish == "length" else word
+
+
+def _usage(answers: list[Answer], prompt="prompt", reply="completion") -> dict:
+    """OpenAI's, with the words of one of its two wires. The answers share one prompt."""
+    total, sampled = answers[0].prompt_tokens, sum(a.sampled_tokens for a in answers)
+    details = {f"{prompt}_tokens_details": {"cached_tokens": answers[0].cached_tokens, "cache_write_tokens": 0}}
+    details |= {f"{reply}_tokens_details": {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)}}
+    return {f"{prompt}_tokens": total, f"{reply}_tokens": sampled, "total_tokens": total + sampled} | details
+
+
+def _function(call: Call, **arguments) -> dict:
+    """A call's name, its namespace apart from it, and its arguments: the raw text if they are not given otherwise."""
+    arguments = arguments or {"arguments": call.arguments}
+    return {"name": call.name} | arguments | ({"namespace": call.namespace} if call.namespace else {})
+
+
+def _blank(block: dict) -> dict:
+    """A block or item as it is before its deltas."""
+    return block | {k: type(block[k])() for k in STREAMED if k in block}
+
+
+def _chat_choice(i: int, a: Answer) -> dict:
+    message, logprobs = {"role": "assistant", "content": a.turn.text, NODE_KEY: a.node}, None
+    if a.turn.reasoning:
+        message |= {"reasoning_content": a.turn.reasoning, "reasoning": a.turn.reasoning}
+    if a.turn.calls:
+        message["tool_calls"] = [{"id": c.id, "type": "function", "function": _function(c)} for c in a.turn.calls]
+    if a.logprobs is not None:
+        # no bytes: the text of a token may be half a character
+        logprobs = {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in a.logprobs]}
+    return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": _reason(a)}
+
+
+def _pieces(choice: dict) -> list[tuple]:
+    """(delta, log-probs, finish reason) of each chunk; the role was said when the stream started."""
+    message = choice["message"]
+    deltas = [{k: message[k] for k in ("reasoning_content", "reasoning")}] if "reasoning" in message else []
+    deltas.append({k: message[k] for k in ("content", NODE_KEY)})
+    for at, call in enumerate(message.get("tool_calls", [])):
+        function = call["function"]
+        parts = call | {"function": _blank(function)}, {"function": {"arguments": function["arguments"]}}
+        deltas += [{"tool_calls": [{"index": at} | part]} for part in parts]
+    return [(delta,) for delta in deltas] + [({}, choice["logprobs"], choice["finish_reason"])]
+
+
+def _items(req: Request, a: Answer) -> list[dict]:
+    turn, items = a.turn, []
+    if turn.reasoning:
+        # Codex sends both back, the AI SDK the summary alone
+        summary, content = ([{"type": f"{k}_text", "text": turn.reasoning}] for k in ("summary", "reasoning"))
+        items.append({"id": f"rs_{a.node}", "type": "reasoning", "summary": summary, "content": content})
+        items[0] |= {"encrypted_content": f"enc_{a.node}"} if req.include_encrypted else {}
+    if turn.text or not (turn.reasoning or turn.calls):
+        text = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
+        items.append({"id": f"msg_{a.node}", "type": "message", "role": "assistant", "content": [text]})
+    items += [{"id": f"fc_{c.id}", "type": "function_call", "call_id": c.id} | _function(c) for c in turn.calls]
+    return [item | {"status": "completed"} for item in items]
+
+
+def _response_events(body: dict):
+    for i, item in enumerate(body["output"]):
+        yield dict(type="response.output_item.added", output_index=i, item=_blank(item) | {"status": "in_progress"})
+        for kind, fields in _item_events(item):
+            yield dict(type=f"response.{kind}", output_index=i, item_id=item["id"], **fields)
+        yield dict(type="response.output_item.done", output_index=i, item=item)
+    yield {"type": "response.completed", "response": body}
+
+
+def _item_events(item: dict) -> list[tuple[str, dict]]:
+    """(kind, fields) of what happens between an item's beginning and its end."""
+    if item["type"] == "function_call":
+        name, done = "function_call_arguments", {k: item[k] for k in ("name", "arguments")}
+        return [(f"{name}.delta", {"delta": item["arguments"]}), (f"{name}.done", done)]
+    key, name, text, log = "content", "content_part", "output_text", {"logprobs": []}
+    if item["type"] == "reasoning":
+        key, name, text, log = "summary", "reasoning_summary_part", "reasoning_summary_text", {}
+    part, at = item[key][0], {f"{key}_index": 0}
+    said = at | log
+    deltas = [(f"{text}.delta", said | {"delta": part["text"]}), (f"{text}.done", said | {"text": part["text"]})]
+    return [(f"{name}.added", at | {"part": _blank(part)}), *deltas, (f"{name}.done", at | {"part": part})]
+
+
+def _blocks(node: str, turn: As) -> list[dict]:
+    blocks = [dict(type="thinking", thinking=turn.reasoning, signature=f"sig_{node}")] if turn.reasoning else []
+    blocks += [{"type": "text", "text": turn.text}] if turn.text or not (turn.reasoning or turn.calls) else []
+    return blocks + [{"type": "tool_use", "id": c.id} | _function(c, input=_object(c.arguments)) for c in turn.calls]
+
+
+def _message_events(body: dict):
+    for i, block in enumerate(body["content"]):
+        yield {"type": "content_block_start", "index": i, "content_block": _blank(block)}
+        deltas = [(f"{k}_delta", k, block[k]) for k in ("text", "thinking", "signature") if k in block]
+        if block["type"] == "tool_use":
+            deltas = [("input_json_delta", "partial_json", part) for part in ("", json.dumps(block["input"]))]
+        for kind, key, value in deltas:
+            yield {"type": "content_block_delta", "index": i, "delta": {"type": kind, key: value}}
+        yield {"type": "content_block_stop", "index": i}
+    ended = {k: body[k] for k in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": ended, "usage": body["usage"]}
+    yield {"type": "message_stop"}
+
+
+# ---- The server: connections in, forests behind them
+
+READERS = {"chat/completions": read_chat, "responses": read_responses, "messages": read_messages}
+LARGEST = 64 << 20  # bytes of a body; a turn of a coding agent starts at 80 kB
+ALIVE = 5.0  # seconds between two keep-alives
+
+
+class HTTPError(Exception):
+    """(status, message, code) of an answer that is an error."""
+
+
+class Server:
+    """An ASGI app that speaks to the clients of many rollouts, each under a key of its own: the path /r/<key>, or else the
+    header x-rollout-id or the API key. Keys are signed, so that one which was closed is told from one that never was."""
+
+    def __init__(self, model: str, host: str = "127.0.0.1", linger: float = 60.0):
+        self.model, self.host, self.linger = model, host, linger
+        self.forests: dict[str, Forest] = {}
+        self.secret, self.opened, self.port = secrets.token_bytes(32), 0, 0
+
+    def open(self, forest: Forest) -> str:
+        """The key of a new rollout."""
+        self.opened += 1
+        key = self._signed(str(self.opened))
+        self.forests[key] = forest
+        return key
+
+    def _signed(self, number: str) -> str:
+        return f"{number}-{hmac.new(self.secret, number.encode(), 'sha256').hexdigest()[:32]}"
+
+    async def close(self, key: str) -> None:
+        """From here on requests get 410, which no SDK retries."""
+        await self.forests.pop(key).close()
+
+    async def serve(self) -> None:
+        """Listen on a free port, which is then `port`."""
+        listener = socket.create_server((self.host, 0), backlog=2048)
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(self, log_level="critical", access_log=False, ws="none", timeout_keep_alive=600)
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "lifespan":
+            while True:
+                event = (await receive())["type"]
+                await send({"type": f"{event}.complete"})
+                if event == "lifespan.shutdown":
+                    return
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        parts = scope["path"].strip("/").split("/")
+        key, parts = (parts[1], parts[2:]) if parts[0] == "r" and len(parts) > 1 else ("", parts)
+        route = "/".join(parts[1:] if parts[:1] == ["v1"] else parts)
+        wire = "messages" if route.startswith("messages") else "responses" if route == "responses" else "chat"
+        try:
+            await self._route(scope["method"], route, key, headers, receive, send)
+        except HTTPError as e:
+            status, message, code = e.args
+        except BadRequest as e:
+            status, message, code = 400, str(e), e.error_code
+        except Exception as e:
+            # the engine's fault: nothing was recorded, and a retry is welcome
+            status, message, code = 503, f"the engine could not answer: {type(e).__name__}: {e}", ""
+        else:
+            return
+        stop = [(b"x-should-retry", b"false")] if status == 410 else [(b"retry-after", b"1")] if status == 503 else []
+        await self._send(send, status, error(wire, status, message, code), stop)
+
+    async def _route(self, method: str, route: str, key: str, headers: dict, receive, send) -> None:
+        if method in ("GET", "HEAD") and route in ("", "health"):
+            return await self._send(send, 200, {"status": "ok", "model": self.model})
+        if method == "GET" and route == "responses":
+            raise HTTPError(426, "there are no WebSockets here: use HTTP", "")
+        forest = self._forest(key, headers)
+        if method == "GET" and (route == "models" or route.startswith("models/")):
+            return await self._send(send, 200, self._models(route, headers, forest))
+        counts = route == "messages/count_tokens"
+        read = READERS.get("messages" if counts else route)
+        if method != "POST" or not read:
+            raise HTTPError(404, f"there is no {method} /{route} here", "not_found")
+        req = read(await self._body(receive), headers)
+        req.model = req.model or self.model
+        if counts:
+            return await self._send(send, 200, {"input_tokens": forest.count(req)})
+        return await self._answer(forest, req, receive, send)
+
+    def _forest(self, path: str, headers: dict) -> Forest:
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        carried = [path, headers.get("x-rollout-id", ""), headers.get("x-api-key", ""), bearer]
+        named = [k for k in carried if k and hmac.compare_digest(k.encode(), self._signed(k.split("-")[0]).encode())]
+        if path and path not in named or not named:
+            raise HTTPError(404, "this rollout is not known: take base_url or api_key from the task", "not_found")
+        if len(set(named)) > 1:
+            raise HTTPError(400, "the path and the headers name different rollouts", "")
+        if self.host not in ("127.0.0.1", "::1", "localhost") and named[0] not in carried[1:]:
+            raise HTTPError(401, "beyond loopback the rollout's key must be the API key", "")
+        if named[0] not in self.forests:
+            raise HTTPError(410, "this rollout has ended", "rollout_ended")
+        return self.forests[named[0]]
+
+    def _models(self, route: str, headers: dict, forest: Forest) -> dict:
+        extra = {"max_model_len": forest.max_context}
+        if "anthropic-version" in headers:
+            model = {
+                "id": self.model,
+                "type": "model",
+                "display_name": self.model,
+                "created_at": "2026-01-01T00:00:00Z",
+            }
+            page = {"has_more": False, "first_id": self.model, "last_id": self.model}
+        else:
+            model, page = {"id": self.model, "object": "model", "created": 0, "owned_by": "instar"}, {"object": "list"}
+        return model | extra if "/" in route else page | {"data": [model | extra]}
+
+    async def _body(self, receive):
+        chunks, size, more = [], 0, True
+        while more:
+            event = await receive()
+            if event["type"] == "http.disconnect":
+                raise HTTPError(400, "the connection closed inside the body", "")
+            chunks.append(event.get("body", b""))
+            size, more = size + len(chunks[-1]), event.get("more_body", False)
+            if size > LARGEST:
+                raise HTTPError(413, f"the body is larger than {LARGEST >> 20} MB", "request_too_large")
+        try:
+            return json.loads(b"".join(chunks))
+        except (ValueError, RecursionError) as e:
+            raise HTTPError(400, f"the body is no JSON: {e}", "") from e
+
+    async def _answer(self, forest: Forest, req: Request, receive, send) -> None:
+        """Wait for the nodes, keep the connection alive, write the reply; note whether the client got it."""
+        nodes = forest.answer(req)
+        gone = asyncio.ensure_future(receive())  # after the body only the end of the connection comes
+        begun = delivered = False
+        stream = Stream(req, nodes[0].id, nodes[0].start + len(nodes[0].tokens), nodes[0].start)
+        try:
+            while not all(n.task.done() for n in nodes):
+                waiting = [gone, *(n.task for n in nodes if not n.task.done())]
+                done, _ = await asyncio.wait(waiting, timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
+                if gone in done:
+                    return
+                if not done and req.stream:
+                    frames = [stream.alive()] if begun else stream.start()
+                    await self._frames(send, frames, not begun)
+                    begun = True
+            if broken := [n.task for n in nodes if n.task.cancelled() or n.task.exception()]:
+                if begun:
+                    return  # no wire has a good word for it: the stream breaks off, and the client tries again
+                raise HTTPError(410, "this rollout has ended", "") if broken[0].cancelled() else broken[0].exception()
+            answers = [forest.shown(n) for n in nodes]
+            if req.stream:
+                await self._frames(send, [*([] if begun else stream.start()), *stream.finish(answers)], not begun)
+                delivered = not gone.done()
+                await send({"type": "http.response.body"})
+            else:
+                delivered = not gone.done()
+                await self._send(send, 200, write(req, answers))
+        finally:
+            gone.cancel()
+            for n in nodes:
+                forest.left(n, delivered, self.linger)
+
+    async def _frames(self, send, frames: list[str], first: bool) -> None:
+        if first:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": "".join(frames).encode(), "more_body": True})
+
+    async def _send(self, send, status: int, body: dict, headers=()) -> None:
+        data = json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode()), *headers]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": data})

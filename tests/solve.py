@@ -25,7 +25,7 @@ def play(model_name: str, rows: list[dict], greedy: bool) -> tuple[float, float]
     for row in rows:
         env, messages = Agent(), [{"role": "user", "content": row["prompt"]}]
         env.reset(Task(messages, row["label"]))
-        games.append({"env": env, "messages": messages, "ids": chat.opening(messages), "reward": 0.0})
+        games.append({"env": env, "ids": chat.opening(messages), "reward": 0.0})
     live = games
     for _ in range(4):
         batch = chat.tokenizer.pad({"input_ids": [g["ids"] for g in live]}, padding_side="left", return_tensors="pt")
@@ -34,11 +34,10 @@ def play(model_name: str, rows: list[dict], greedy: bool) -> tuple[float, float]
         for game, ids in zip(live, out.tolist()):
             reply = ids[: ids.index(stop) + 1] if stop in ids else ids
             other.append(chat.encode(chat.tokenizer.decode(reply)) != reply)
-            observation, game["reward"], done, _ = game["env"].step(text := chat.text(reply))
+            observation, game["reward"], done, _ = game["env"].step(chat.text(reply))
             if not done:
                 new = [{"role": "user", "content": observation}]
-                game["ids"] += reply + chat.following(game["messages"], new, reply[-1])
-                game["messages"] += [{"role": "assistant", "content": text}, *new]
+                game["ids"] += reply + chat.following(new, reply[-1])[0]
                 going.append(game)
         if not (live := going):
             break

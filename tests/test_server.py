@@ -26,7 +26,7 @@ def test_canonical_replies_give_the_template_s_own_rendering(chat):
     for text, observation in (("<calc>17+25</calc>", "42"), ("<answer>42</answer>", "right")):
         trace.reply(reply([*chat.encode(text), eos]))
         new = [{"role": "user", "content": observation}]
-        trace.context(chat.following(history, new, trace.tokens[-1]))
+        trace.context(chat.following(new, trace.tokens[-1])[0])
         history += [{"role": "assistant", "content": text}, *new]
         assert trace.tokens == chat.opening(history)
 
@@ -36,7 +36,7 @@ def test_a_reply_cut_by_its_length_gets_an_untrained_end_of_turn(chat):
     trace = Trace(chat.opening(QUESTION))
     trace.reply(reply(ids))
     at = len(trace)
-    trace.context(chat.following(QUESTION, [{"role": "user", "content": "?"}], trace.tokens[-1]))
+    trace.context(chat.following([{"role": "user", "content": "?"}], trace.tokens[-1])[0])
     assert trace.tokens[at] == chat.tokenizer.eos_token_id and not trace.mask[at]
     history = [*QUESTION, {"role": "assistant", "content": "<calc>17+"}, {"role": "user", "content": "?"}]
     assert trace.tokens == chat.opening(history)
@@ -47,7 +47,7 @@ def test_sampled_ids_stay_when_their_text_encodes_to_others(chat):
     assert len(chat.encode(chat.text(letters))) < len(letters)
     trace = Trace(chat.opening(QUESTION))
     trace.reply(reply([*letters, chat.tokenizer.eos_token_id], trace.tokens))
-    trace.context(chat.following(QUESTION, [{"role": "user", "content": "?"}], trace.tokens[-1]))
+    trace.context(chat.following([{"role": "user", "content": "?"}], trace.tokens[-1])[0])
     start, end, _ = trace.replies[0]
     assert trace.tokens[start : end - 1] == letters
     row = trace.segment(Result(reward=1.0), 2, 5)
