@@ -1,18 +1,25 @@
 """What runs: the agent program, and the record of what it sampled.
 
 An agent is a class named `Agent` in a file of the user's, given by --agent. An `Env` is the simplest kind: the policy speaks,
-the environment answers, as in Gymnasium. The `Agent` at the end of this file is the default, a calculator game to copy and edit.
-A run of an agent on one prompt is a rollout; what the policy sampled in it is kept as `Segment`s, one training row each.
+the environment answers, as in Gymnasium. A `ChatAgent` is any program that speaks to an OpenAI or Anthropic API; with
+--agent_cmd it is a whole command line. The `Agent` at the end of this file is the default, a calculator game to copy and edit. A run of an agent on one prompt is a rollout; what the policy sampled in it is kept as `Segment`s, one training row each.
 
 This module knows nothing of models, engines or servers. It imports numpy only, so that an agent can be tried by hand:
 
     python agent.py "What is 17+25-8?"        # play the default game yourself
 """
 
+import asyncio
+import contextlib
 import hashlib
 import importlib.util
+import os
 import re
+import shlex
+import signal
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +42,10 @@ class Task:
     label: Any = None  # the row's label, for the reward
     row: dict = field(default_factory=dict)  # the whole data row
     seed: int = 0  # differs between rollouts, the same when a run is repeated
+    base_url: str = ""  # of this rollout, for OpenAI's SDK; Anthropic's takes it without the /v1
+    api_key: str = ""
+    model: str = ""
+    tools: list[dict] = field(default_factory=list)  # the row's tools, if it has a column of that name
 
 
 @dataclass
@@ -62,6 +73,67 @@ class Env:
         reward a finite number that counts for this turn, info a dict of numbers; info["rewards"] may name partial rewards.
         """
         raise NotImplementedError(f"{type(self).__name__}.step")
+
+
+class ChatAgent:
+    """An agent that is an ordinary program: whatever it samples through `task.base_url` is captured and trained. One object
+    plays one rollout."""
+
+    async def run(self, task: Task) -> Result | float:
+        """Do the task and return what it earned. May be a plain function: it then runs in a thread."""
+        raise NotImplementedError(f"{type(self).__name__}.run")
+
+
+class Single(Env):
+    """One prompt, one reply, and the reward function of --reward."""
+
+    def __init__(self, reward: Callable):
+        self.reward = reward
+
+    def reset(self, task: Task) -> list[dict]:
+        self.task = task
+        return task.messages
+
+    def step(self, reply: str) -> tuple[None, float, bool, dict]:
+        return None, self.reward(self.task.messages[-1]["content"], self.task.label, reply, ""), True, {}
+
+
+class CommandAgent(ChatAgent):
+    """Any command line as an agent (--agent_cmd), in a folder and a process group of its own. {prompt}, {model}, {base_url}
+    and {api_key} in it are filled in; the variables that SDKs read are set. --reward grades (prompt, label, output, folder)."""
+
+    def __init__(self, command: str, reward: Callable):
+        self.command, self.reward = command, reward
+
+    async def run(self, task: Task) -> float:
+        prompt, root = task.messages[-1]["content"], task.base_url.removesuffix("/v1")
+        fill = {"{prompt}": prompt, "{model}": task.model, "{base_url}": task.base_url, "{api_key}": task.api_key}
+        words = [re.sub("|".join(map(re.escape, fill)), lambda m: fill[m[0]], w) for w in shlex.split(self.command)]
+        urls = {name: task.base_url for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "HOSTED_VLLM_API_BASE")}
+        urls |= {name: root for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE")}
+        keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "HOSTED_VLLM_API_KEY")
+        own = {"INSTAR_PROMPT": prompt, "INSTAR_MODEL": task.model, "ANTHROPIC_MODEL": task.model}
+        quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                cwd=folder,
+                env=os.environ | urls | dict.fromkeys(keys, task.api_key) | own | quiet,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                output = (await process.communicate())[0].decode(errors="replace")
+            finally:  # at a time limit too: whatever it started ends with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode:
+                raise RuntimeError(
+                    f"--agent_cmd ended with exit code {process.returncode}; its output ends:\n{output[-2000:]}"
+                )
+            return await asyncio.to_thread(self.reward, prompt, task.label, output, folder)
 
 
 @dataclass
@@ -117,27 +189,37 @@ def digest(prompt: np.ndarray, reply: np.ndarray, logprobs: np.ndarray, versions
     return h.digest()
 
 
-def load_agent(path: str) -> type:
-    """The class `Agent` of the file at `path`; imports of files beside it work.
+def load_agent(path: str, command: str = "", reward: str = "") -> Callable[[], Env | ChatAgent]:
+    """What makes an agent for one rollout: a class `Agent` of the file at `path`, or a CommandAgent of `command`, or with a
+    `reward` alone a Single. Imports of files beside them work.
 
-    Raises FileNotFoundError when there is no such file and AttributeError when it exports no class `Agent`.
+    Raises FileNotFoundError when there is no such file and AttributeError when it does not define what is looked for.
     """
+    if not command and not reward:
+        return load(path, "Agent", "--agent")
+    grade = load(reward, "reward", "--reward")
+    return lambda: CommandAgent(command, grade) if command else Single(grade)
+
+
+def load(path: str, name: str, flag: str) -> Any:
+    """The object `name` of the Python file at `path`."""
     file = Path(path).resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"--agent {path}: there is no such file")
+        raise FileNotFoundError(f"{flag} {path}: there is no such file")
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     if file == Path(__file__).resolve():
-        return Agent
+        return globals()[name]
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # dataclasses and pickle look a class's module up by name
     spec.loader.exec_module(module)
-    if not isinstance(getattr(module, "Agent", None), type):
+    kind, right = ("class", type) if name == "Agent" else ("function", Callable)
+    if not isinstance(found := getattr(module, name, None), right):
         raise AttributeError(
-            f"--agent {path}: the file has no class named Agent; define one, or import one under that name"
+            f"{flag} {path}: the file has no {kind} named {name}; define one, or import one under that name"
         )
-    return module.Agent
+    return found
 
 
 CALL = re.compile(r"<calc>\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*</calc>\s*$")

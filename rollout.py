@@ -24,8 +24,8 @@ from types import SimpleNamespace
 import numpy as np
 import ray
 
-from agent import Result, Segment, Task, digest, load_agent
-from server import Chat, Reply, Trace
+from agent import ChatAgent, Result, Segment, Task, digest, load_agent
+from server import Chat, Forest, Reply, Server, Trace
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
 
@@ -98,7 +98,7 @@ class Engine:
             self.tasks[name].cancel()
 
     async def generate(
-        self, name: str, ids: list[int], max_tokens: int, known: int = 0, temperature: float | None = None
+        self, name: str, ids: list[int], max_tokens: int, known: int = 0, temperature: float | None = None, stop=()
     ) -> Reply:
         """Sample one reply to `ids`. Waits while the engine is closed; a pause keeps the request.
 
@@ -114,7 +114,8 @@ class Engine:
             temperature=self.cfg.temperature if temperature is None else temperature,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(stop),  # text is made here only to find the strings that end a reply
+            stop=list(stop),
             output_kind=RequestOutputKind.FINAL_ONLY,  # merged deltas lose expert rows and blur versions
             routed_experts_prompt_start=known if self.cfg.replay_experts else 0,
         )
@@ -257,10 +258,10 @@ class Line:
         self.outbox, self.waiting = [], {}
         self.sender = self.receiver = None
 
-    async def generate(self, name: str, ids: list[int], max_tokens: int, known: int) -> Reply:
+    async def generate(self, name: str, ids: list[int], max_tokens: int, known: int, stop=()) -> Reply:
         """Engine.generate. Raises EngineFault when the engine or the way to it is broken."""
         future = self.waiting[name] = asyncio.get_running_loop().create_future()
-        self.outbox.append((name, ids, max_tokens, known))
+        self.outbox.append((name, ids, max_tokens, known, None, stop))
         if not self.sender or self.sender.done():
             self.sender = asyncio.create_task(self.loop(self.send, self.outbox))
         if not self.receiver or self.receiver.done():
@@ -309,7 +310,8 @@ class Runner:
 
         self.cfg, self.lines = cfg, [Line(e) for e in engines]
         self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
-        self.agent = load_agent(cfg.agent)
+        self.agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
+        self.server, self.parse = Server(os.path.basename(cfg.model), cfg.server_host, cfg.linger), None
         self.threads = ThreadPoolExecutor(256)  # a hung tool blocks its own episode only
 
     async def call(self, method, *args):
@@ -327,15 +329,20 @@ class Runner:
         line, turns, start = self.lines[group_id % len(self.lines)], itertools.count(), time.perf_counter()
         broken = []
 
-        async def generate(ids, max_tokens, known):
+        async def generate(ids, max_tokens, known, stop=()):
+            name = f"{rollout_id}.{attempt}.{next(turns)}"
             try:
-                return await line.generate(f"{rollout_id}.{attempt}.{next(turns)}", ids, max_tokens, known)
+                return await line.generate(name, ids, max_tokens, known, stop)
             except EngineFault as e:
                 broken.append(e)
                 raise
 
         try:
-            run = play(self.agent(), task, self.chat, generate, self.cfg, self.call, group_id, rollout_id)
+            agent = self.agent()
+            if isinstance(agent, ChatAgent):
+                run = self.converse(agent, task, generate, group_id, rollout_id)
+            else:
+                run = play(agent, task, self.chat, generate, self.cfg, self.call, group_id, rollout_id)
             out = await asyncio.wait_for(run, self.cfg.episode_timeout)
         except TimeoutError:
             out = Rollout(
@@ -347,6 +354,86 @@ class Runner:
             out = Rollout(group_id, rollout_id, error=traceback.format_exc(limit=-4))
         out.seconds = time.perf_counter() - start
         return out
+
+    async def converse(self, agent: ChatAgent, task: Task, generate, group_id: int, rollout_id: int) -> Rollout:
+        """One rollout of a ChatAgent: it runs against the server, under a key of its own. What it raises is its fault, unless
+        it had been told that a limit was reached."""
+        if not self.parse:
+            self.parse = parser(self.cfg, self.chat)
+            self.server.start()
+        cfg = self.cfg
+        own = {"temperature": cfg.temperature, "top_p": 1.0, "top_k": -1}
+        forest = Forest(self.chat, generate, self.parse, cfg.max_tokens, cfg.max_context, own, cfg.max_turns)
+        task.api_key, task.model = self.server.open(forest), self.server.model
+        host = self.server.host if self.server.host != "0.0.0.0" else ray.util.get_node_ip_address()
+        task.base_url = f"http://{host}:{self.server.port}/r/{task.api_key}/v1"
+        try:
+            result = await self.call(agent.run, task)
+        except Exception:
+            if not forest.truncated:
+                raise
+            result = Result()
+        finally:
+            await self.server.close(task.api_key)
+        if not isinstance(result, Result):
+            result = Result(reward=result)
+        result.reward = number(result.reward, f"{type(agent).__name__}.run returned the reward")
+        result.truncated |= forest.truncated
+        segments = forest.segments(result, group_id, rollout_id)
+        texts = [(self.chat.tokenizer.decode(n.reply.tokens), n.reply.tokens.tolist()) for n in forest.nodes]
+        other_ids = sum(self.chat.encode(text) != ids for text, ids in texts)
+        return Rollout(group_id, rollout_id, result, segments, other_ids=other_ids)
+
+
+TOOL_PARSERS = {  # what a chat template holds -> vLLM's name; the first that fits
+    "<｜tool▁calls▁begin｜>": "deepseek_v3",
+    "<arg_key>": "glm45",
+    "<function=": "qwen3_coder",
+    "<|tool_calls_section_begin|>": "kimi_k2",
+    "<|python_tag|>": "llama3_json",
+    "[TOOL_CALLS]": "mistral",
+    "<tool_call>": "hermes",
+}
+
+
+def parser(cfg, chat: Chat):
+    """(text, tools) -> (reasoning or None, text, [(the model's call id or "", name, arguments)]), by vLLM's own parsers.
+
+    Importing them takes 14 s, which a model without tools and reasoning need not wait for. Raises ValueError.
+    """
+    tool, reasoning, template = cfg.tool_parser, cfg.reasoning_parser, chat.tokenizer.chat_template
+    if tool == "auto":
+        tool = next((name for mark, name in TOOL_PARSERS.items() if mark in template), "none")
+    if reasoning == "auto":
+        begun = chat.render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>")
+        known = "deepseek_r1" if begun else "glm45" if tool == "glm45" else "qwen3"
+        reasoning = known if "<think>" in template else "none"
+    if tool == reasoning == "none":
+        return lambda text, tools: (None, text, [])
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        thinks = None if reasoning == "none" else ReasoningParserManager.get_reasoning_parser(reasoning)(chat.tokenizer)
+        calls = None if tool == "none" else ToolParserManager.get_tool_parser(tool)
+    except KeyError as e:
+        raise ValueError(
+            f"--tool_parser {tool} or --reasoning_parser {reasoning}: vLLM has none of that name ({e})"
+        ) from e
+
+    def parse(text: str, tools: list[dict]):
+        request = ChatCompletionRequest(messages=[], tools=tools or None)
+        thought, text = thinks.extract_reasoning(text, request) if thinks else (None, text)
+        found = (
+            calls(chat.tokenizer, request.tools).extract_tool_calls(text or "", request) if calls and tools else None
+        )
+        if not found or not found.tools_called:
+            return thought, text or "", []
+        called = [("", c.function.name, c.function.arguments) for c in found.tool_calls]
+        return thought, found.content or "", called
+
+    return parse
 
 
 class TooManyFailed(RuntimeError):
@@ -391,7 +478,8 @@ class Rollouts:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         runner = self.runners[group_id % len(self.runners)]
         for attempt in range(2):
-            tasks = [Task(messages, label, row, self.cfg.seed * 1_000_003 + i * 2 + attempt) for i in ids]
+            seeds = [self.cfg.seed * 1_000_003 + i * 2 + attempt for i in ids]
+            tasks = [Task(messages, label, row, seed, tools=row.get("tools") or []) for seed in seeds]
             outs = await runner.rollouts.remote(tasks, group_id, ids, attempt)
             good = [o for o in outs if not o.error]
             self.count_failed([o.error for o in outs if o.error])

@@ -791,15 +791,15 @@ class Forest:
     call (the model's own id or "", name, arguments); sampling: the run's own values of what clients may ask for.
     """
 
-    def __init__(self, chat: Chat, generate, parse, max_tokens: int, max_context: int, sampling: dict):
-        self.chat, self.generate, self.parse = chat, generate, parse
+    def __init__(self, chat, generate, parse, max_tokens: int, max_context: int, sampling: dict, max_turns=math.inf):
+        self.chat, self.generate, self.parse, self.max_turns = chat, generate, parse, max_turns
         self.max_tokens, self.max_context, self.sampling = max_tokens, max_context, sampling
         self.places: dict[tuple, list[Node]] = {}
         self.tools: dict[str, list[dict]] = {}
         self.anchors: dict[str, Node] = {}
         self.calls: dict[str, tuple[str, str]] = {}  # minted call id -> (id in the prompt, name)
         self.nodes: list[Node] = []  # in the order in which they were done
-        self.counts, self.closed = Counter(), False
+        self.counts, self.truncated = Counter(), False
 
     def attach(self, req: Request) -> tuple[Node | None, tuple]:
         """The node that the request's history ends with, and the place of its own node."""
@@ -868,28 +868,36 @@ class Forest:
     def _again(self, node: Node, req: Request) -> bool:
         """Whether a request means this node, and not another sample at the same place: by its connections, as most clients
         do not say that they retry."""
-        if node.request.max_tokens != req.max_tokens:
+        if (node.request.wire, node.request.max_tokens) != (req.wire, req.max_tokens):
             return False
         if not node.reply:
             return node.listeners == 0 or req.retry > 0
         return not node.delivered or req.retry > 0 and time.monotonic() - node.ended < YOUNG
 
     def _start(self, parent: Node | None, place: tuple, req: Request) -> Node:
+        if self.counts["replies"] >= self.max_turns:
+            self.truncated = True
+            raise BadRequest(f"this rollout has had its --max_turns {self.max_turns} replies", "max_turns")
         least = sum(len(t.text) for t in place[2]) // self.chat.longest
         if least > self.max_context:  # rather than encode megabytes
-            raise BadRequest(f"prompt is too long: {least} tokens > {self.max_context - 1} maximum", TOO_LONG)
+            raise self._too_long(least)
         node = Node(uuid.uuid4().hex, place, req, parent)
         node.base, node.tokens = self._prompt(parent, place[2], req)
         ids = node.ids()
         node.start = len(ids) - len(node.tokens)
         room = self.max_context - len(ids)
         if room < 1:
-            raise BadRequest(f"prompt is too long: {len(ids)} tokens > {self.max_context - 1} maximum", TOO_LONG)
+            raise self._too_long(len(ids))
         limit = min(req.max_tokens or room, self.max_tokens, room)
         self.counts["asked_other"] += any(self.sampling.get(k, v) != v for k, v in req.asked.items())
+        self.counts["replies"] += 1
         self.places.setdefault(place, []).append(node)
         node.task = asyncio.create_task(self._sample(node, ids, limit))
         return node
+
+    def _too_long(self, tokens: int) -> BadRequest:
+        self.truncated = True
+        return BadRequest(f"prompt is too long: {tokens} tokens > {self.max_context - 1} maximum", TOO_LONG)
 
     def _prompt(self, parent: Node | None, since: tuple, req: Request) -> tuple[Node | None, list[int]]:
         """(node whose ids come first, ids behind them). Without such a node all is rendered, as context."""
@@ -934,6 +942,7 @@ class Forest:
                 raise RuntimeError("the engine gave a reply up")
             reasoning, text, calls, node.finish, node.stop = self._read(reply, node.request)
         except BaseException:
+            self.counts["replies"] -= 1
             self.places[node.place].remove(node)  # nothing was recorded: the same request runs again
             raise
         spaces = {t["function"]["name"]: t.get("namespace", "") for t in node.request.tools}
@@ -986,8 +995,7 @@ class Forest:
         return Answer(node.id, node.turn, node.finish, node.stop, prompt, node.start, len(r.tokens), thought, logprobs)
 
     async def close(self) -> None:
-        """Answer no more requests; what still runs is cancelled."""
-        self.closed = True
+        """What still runs is cancelled."""
         tasks = [n.task for nodes in self.places.values() for n in nodes if not n.reply and n.task]
         for task in tasks:
             task.cancel()
@@ -1084,8 +1092,7 @@ class Stream:
 
     def alive(self) -> str:
         """What resets the idle timers of the wire's clients. Codex ignores comments, the AI SDK dies of pings."""
-        progress = {"type": "response.in_progress", "response": self.begun}
-        event = {"type": "ping"} if self.wire == "messages" else progress
+        event = dict(type="ping") if self.wire == "messages" else dict(type="response.in_progress", response=self.begun)
         return ": keep-alive\n\n" if self.wire == "chat" else self._frame(event)
 
     def finish(self, answers: list[Answer]) -> list[str]:
@@ -1124,9 +1131,14 @@ def _object(arguments: str) -> dict | None:
     try:
         value = json.loads(arguments.strip() or "{}")
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # no NaN, no 1e999, no half of a surrogate pair
+        return value if isinstance(value, dict) and _depth(value) <= 100 else None  # some parsers refuse more
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+
+
+def _depth(value) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def _begun(req: Request, node: str, created: int, prompt: int, cached: int) -> dict:
@@ -1157,10 +1169,9 @@ def _usage(answers: list[Answer], prompt="prompt", reply="completion") -> dict:
     return {f"{prompt}_tokens": total, f"{reply}_tokens": sampled, "total_tokens": total + sampled} | details
 
 
-def _function(call: Call, **arguments) -> dict:
+def _function(c: Call, **args) -> dict:
     """A call's name, its namespace apart from it, and its arguments: the raw text if they are not given otherwise."""
-    arguments = arguments or {"arguments": call.arguments}
-    return {"name": call.name} | arguments | ({"namespace": call.namespace} if call.namespace else {})
+    return {"name": c.name} | (args or {"arguments": c.arguments}) | ({"namespace": c.namespace} if c.namespace else {})
 
 
 def _blank(block: dict) -> dict:
@@ -1170,8 +1181,7 @@ def _blank(block: dict) -> dict:
 
 def _chat_choice(i: int, a: Answer) -> dict:
     message, logprobs = {"role": "assistant", "content": a.turn.text, NODE_KEY: a.node}, None
-    if a.turn.reasoning:
-        message |= {"reasoning_content": a.turn.reasoning, "reasoning": a.turn.reasoning}
+    message |= {"reasoning_content": a.turn.reasoning, "reasoning": a.turn.reasoning} if a.turn.reasoning else {}
     if a.turn.calls:
         message["tool_calls"] = [{"id": c.id, "type": "function", "function": _function(c)} for c in a.turn.calls]
     if a.logprobs is not None:
@@ -1283,12 +1293,12 @@ class Server:
         """From here on requests get 410, which no SDK retries."""
         await self.forests.pop(key).close()
 
-    async def serve(self) -> None:
-        """Listen on a free port, which is then `port`."""
+    def start(self) -> None:
+        """Listen on a free port, which is then `port`; within a running event loop."""
         listener = socket.create_server((self.host, 0), backlog=2048)
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(self, log_level="critical", access_log=False, ws="none", timeout_keep_alive=600)
-        await uvicorn.Server(config).serve(sockets=[listener])
+        self.task = asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener]))
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "lifespan":

@@ -64,6 +64,10 @@ class Config:
     # ---- agent.py
     agent: str = "agent.py"
     """Python file that exports a class Agent"""
+    agent_cmd: str = ""
+    """a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward"""
+    reward: str = ""
+    """Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one reply to each prompt"""
     data: str = "examples/starter/train.jsonl"
     """prompts: a jsonl, json or parquet file, or a hub dataset"""
     prompt_key: str = "prompt"
@@ -91,6 +95,14 @@ class Config:
     """JSON with any other vLLM engine argument"""
     runners: int = 1
     """processes that play episodes"""
+    tool_parser: str = "auto"
+    """vLLM's name of the parser of tool calls; auto: by the chat template, none: calls stay text"""
+    reasoning_parser: str = "auto"
+    """vLLM's name of the parser of reasoning"""
+    server_host: str = "127.0.0.1"
+    """where agents reach the capture server; beyond loopback each rollout's key is demanded"""
+    linger: float = 60.0
+    """seconds that a reply goes on after its client has disconnected"""
     prompts: int = 16
     """groups per batch"""
     samples: int = 8
@@ -193,7 +205,7 @@ def parse(argv: list[str] | None = None) -> Config:
         raise ValueError(
             f"{unknown[0]}: there is no such flag" + (f", did you mean {close[0]}?" if close else "; see --help")
         )
-    for name in ("agent", "data", "model"):
+    for name in ("agent", "data", "model", "reward"):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
     cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
@@ -210,6 +222,8 @@ def validate(cfg: Config, world: int = 1) -> None:
     for name in (positive + "tokens_per_microbatch steps epochs minibatches lr max_grad_norm ep keep").split():
         if getattr(cfg, name) <= 0:
             raise ValueError(f"--{name} {getattr(cfg, name)} must be positive")
+    if cfg.agent_cmd and not cfg.reward:
+        raise ValueError(f"--agent_cmd {cfg.agent_cmd}: set --reward to the file that grades what it did")
     if cfg.temperature <= 0:
         raise ValueError(f"--temperature {cfg.temperature}: training samples, so it must be above 0")
     if cfg.samples < 2 and cfg.estimator in GROUP_ESTIMATORS:
@@ -256,7 +270,7 @@ def check_inputs(cfg: Config) -> list[dict]:
     from transformers import AutoConfig
 
     try:
-        load_agent(cfg.agent)
+        load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
     rows = load_rows(cfg.data, cfg.prompt_key)

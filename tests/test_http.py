@@ -24,15 +24,13 @@ async def serving(chat, *script, linger=0.05, max_context=900, gate=False):  # n
     app, engine = Server("policy", linger=linger), Engine(chat, *script)
     engine.gate = asyncio.Event() if gate else None
     forest = Forest(chat, engine.generate, parse, 200, max_context, {"temperature": 1.0})
-    key, task = app.open(forest), asyncio.create_task(app.serve())
-    while not app.port:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    key = app.open(forest)
+    app.start()
     try:
         yield app, forest, engine, f"http://127.0.0.1:{app.port}/r/{key}"
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        app.task.cancel()
+        await asyncio.gather(app.task, return_exceptions=True)
 
 
 def gpt(url, retries=0):

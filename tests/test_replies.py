@@ -213,7 +213,8 @@ def test_arguments_are_the_raw_text_on_both_openai_wires(said):
     assert [(i["name"], i["arguments"], i.get("namespace", "")) for i in items] == raw
 
 
-BROKEN = ['{"a": ', "[1]", "null", '"x"', '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": 1} b', "[" * 9999]
+DEEP = '{"a": ' + "[" * 250 + "]" * 250 + "}"  # more than the stream helper's parser takes
+BROKEN = ['{"a": ', "[1]", "null", '"x"', '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "{} b", "[" * 9999, DEEP]
 
 
 @pytest.mark.parametrize("arguments", BROKEN)
@@ -314,6 +315,19 @@ def test_a_keep_alive_is_what_the_wire_s_clients_bear():
     first, second = (json.loads(progress.alive().partition("data: ")[2]) for _ in range(2))
     assert first["type"] == "response.in_progress" and first["response"]["status"] == "in_progress"
     assert (first["sequence_number"], second["sequence_number"]) == (0, 1)
+
+
+@pytest.mark.parametrize("wire", ["chat", "responses"])
+def test_a_stream_has_one_time_of_creation(monkeypatch, wire):
+    clock = iter(range(1000, 2000))
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    bodies = [e.get("response", e) for e in events(wire, SAID["calls"])]
+    assert len({b[k] for b in bodies for k in ("created", "created_at") if k in b}) == 1
+
+
+def test_a_response_names_the_one_that_it_continues():
+    reply = Server(SAID["text"]).ask("responses", previous_response_id=f"resp_{OTHER}")
+    assert reply.previous_response_id == f"resp_{OTHER}" and reply.id == f"resp_{NODE}"
 
 
 def test_frames_name_their_event_except_on_the_chat_wire():
@@ -445,6 +459,13 @@ def test_the_shape_of_an_error_without_a_code():
     assert error("messages", 400, "m") == {"type": "error", "error": {"type": "invalid_request_error", "message": "m"}}
     plain_error = {"message": "m", "type": "invalid_request_error", "param": None, "code": None}
     assert error("responses", 400, "m") == error("chat", 400, "m") == {"error": plain_error}
+
+
+def test_a_thread_is_refused_in_the_shape_that_the_sdk_acts_on():
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    body = {"type": "invalid_request_error", "message": "m", "details": details}
+    assert error("messages", 400, "m", "thread_unsupported_request") == {"type": "error", "error": body}
+    assert error("messages", 400, "m", "other")["error"]["details"] == {"error_code": "other"}
 
 
 @pytest.mark.parametrize("wire", ["chat", "responses"])

@@ -93,6 +93,23 @@ def test_a_reward_that_is_no_number_is_refused(chat, reward):
         episode(chat, Bad(), scripted(chat, "x"))
 
 
+RUNNER = dict(
+    model="examples/starter",
+    agent="agent.py",
+    agent_cmd="",
+    reward="",
+    server_host="127.0.0.1",
+    linger=1.0,
+    tool_parser="auto",
+    reasoning_parser="auto",
+    temperature=1.0,
+    episode_timeout=0.5,
+    max_turns=2,
+    max_tokens=4,
+    max_context=99,
+)
+
+
 class Scripted(Engine):
     """An Engine without vLLM: a prompt's first id says what happens to it."""
 
@@ -104,7 +121,7 @@ class Scripted(Engine):
         await asyncio.sleep(0.001)  # as long as a call takes
         await super().submit(runner, requests)
 
-    async def generate(self, name, ids, max_tokens, known=0):
+    async def generate(self, name, ids, max_tokens, known=0, temperature=None, stop=()):
         try:
             await asyncio.sleep({0: 0.001, 1: 0.02, 2: 60, 3: 0}[ids[0]] if ids[0] < 4 else 0)
         except asyncio.CancelledError:
@@ -185,9 +202,7 @@ def test_a_dead_engine_fails_all_that_wait_for_it_and_all_that_come_later():
 
 
 def test_a_fault_of_an_engine_is_raised_and_not_charged_to_the_agent():
-    cfg = SimpleNamespace(
-        model="examples/starter", agent="agent.py", episode_timeout=5, max_turns=2, max_tokens=4, max_context=99
-    )
+    cfg = SimpleNamespace(**RUNNER | dict(episode_timeout=5))
     engine = Remote(Scripted())
     runner, engine.dead = Runner(cfg, [engine]), True
     task = Task([{"role": "user", "content": "x"}], label=1)
@@ -204,9 +219,7 @@ def test_faults_of_an_agent_cost_its_rollout_only():
         def step(self, reply):
             raise KeyError("tool")
 
-    cfg = SimpleNamespace(
-        model="examples/starter", agent="agent.py", episode_timeout=0.5, max_turns=2, max_tokens=4, max_context=99
-    )
+    cfg = SimpleNamespace(**RUNNER)
     for agent, word in ((Slow, "--episode_timeout 0.5"), (Raises, "KeyError: 'tool'")):
         runner = Runner(cfg, [Remote(Scripted())])
         runner.agent = agent
