@@ -16,7 +16,7 @@ import os
 import time
 import traceback
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -206,9 +206,11 @@ class Rollout:
     result: Result = field(default_factory=Result)
     segments: list[Segment] = field(default_factory=list)
     error: str = ""
+    replies: int = 0
     other_ids: int = (
-        0  # replies whose text encodes to other ids than were sampled: what replay by text would train wrongly
+        0  # of them, those whose text encodes to other ids than were sampled: replay by text trains these wrongly
     )
+    counts: dict[str, int] = field(default_factory=dict)  # of the capture server, for the metrics
     seconds: float = 0.0
     rows: list[dict] = field(default_factory=list)  # in the pool, in the segments' place: what the trainer's plan needs
 
@@ -237,7 +239,7 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
         trace.context(chat.following(new, trace.tokens[-1])[0])
     result.reward, result.truncated = sum(result.turn_rewards), bool(limit)
     segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
-    return Rollout(group_id, rollout_id, result, segments, other_ids=other_ids)
+    return Rollout(group_id, rollout_id, result, segments, replies=len(trace.replies), other_ids=other_ids)
 
 
 def number(value, what: str) -> float:
@@ -372,17 +374,18 @@ class Runner:
         except Exception:
             if not forest.truncated:
                 raise
-            result = Result()
+            result = Result(truncated=True)
         finally:
             await self.server.close(task.api_key)
         if not isinstance(result, Result):
             result = Result(reward=result)
         result.reward = number(result.reward, f"{type(agent).__name__}.run returned the reward")
-        result.truncated |= forest.truncated
-        segments = forest.segments(result, group_id, rollout_id)
-        texts = [(self.chat.tokenizer.decode(n.reply.tokens), n.reply.tokens.tolist()) for n in forest.nodes]
-        other_ids = sum(self.chat.encode(text) != ids for text, ids in texts)
-        return Rollout(group_id, rollout_id, result, segments, other_ids=other_ids)
+        out = Rollout(group_id, rollout_id, result, forest.segments(result, group_id, rollout_id))
+        sampled = [n.reply.tokens.tolist() for n in forest.nodes]
+        out.replies = len(sampled)
+        out.other_ids = sum(self.chat.encode(self.chat.tokenizer.decode(ids)) != ids for ids in sampled)
+        out.counts = dict(forest.counts)
+        return out
 
 
 TOOL_PARSERS = {  # what a chat template holds -> vLLM's name; the first that fits
@@ -524,7 +527,8 @@ class Rollouts:
         rollouts = [o for g in sorted(groups, key=lambda g: g[0].group_id) for o in g]
         batch = {
             "rollouts": [
-                {"group": o.group_id, "result": o.result, "seconds": o.seconds, "other_ids": o.other_ids}
+                {"group": o.group_id, "result": o.result, "seconds": o.seconds}
+                | {"replies": o.replies, "other_ids": o.other_ids}
                 for o in rollouts
             ],
             "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
@@ -536,6 +540,7 @@ class Rollouts:
             },
             "first_error": self.first_error,
         }
+        batch["counts"] |= sum((Counter(o.counts) for o in rollouts), Counter())
         self.new_batch()
         return batch
 

@@ -799,7 +799,7 @@ class Forest:
         self.anchors: dict[str, Node] = {}
         self.calls: dict[str, tuple[str, str]] = {}  # minted call id -> (id in the prompt, name)
         self.nodes: list[Node] = []  # in the order in which they were done
-        self.counts, self.truncated = Counter(), False
+        self.counts, self.replies, self.truncated = Counter(), 0, False
 
     def attach(self, req: Request) -> tuple[Node | None, tuple]:
         """The node that the request's history ends with, and the place of its own node."""
@@ -829,7 +829,7 @@ class Forest:
                 order = (TIERS.index(tier), anchored, node.acked, node.delivered, at)
                 best, rank = max((best, rank), (node, order), key=lambda pair: pair[1])
         if best:
-            self.counts[f"echo/{TIERS[rank[0]]}"] += 1
+            self.counts[f"server/echo_{TIERS[rank[0]]}"] += 1
         return best
 
     def _broken(self, turn: As) -> bool:
@@ -858,7 +858,7 @@ class Forest:
         nodes = []
         for _ in range(req.n):
             again = next((n for n in self.places.get(place, ()) if n not in nodes and self._again(n, req)), None)
-            self.counts["replayed"] += again is not None
+            self.counts["server/replayed"] += again is not None
             nodes.append(again or self._start(node, place, req))
         for n in nodes:
             n.listeners += 1
@@ -875,7 +875,7 @@ class Forest:
         return not node.delivered or req.retry > 0 and time.monotonic() - node.ended < YOUNG
 
     def _start(self, parent: Node | None, place: tuple, req: Request) -> Node:
-        if self.counts["replies"] >= self.max_turns:
+        if self.replies >= self.max_turns:
             self.truncated = True
             raise BadRequest(f"this rollout has had its --max_turns {self.max_turns} replies", "max_turns")
         least = sum(len(t.text) for t in place[2]) // self.chat.longest
@@ -889,8 +889,8 @@ class Forest:
         if room < 1:
             raise self._too_long(len(ids))
         limit = min(req.max_tokens or room, self.max_tokens, room)
-        self.counts["asked_other"] += any(self.sampling.get(k, v) != v for k, v in req.asked.items())
-        self.counts["replies"] += 1
+        self.counts["server/asked_other"] += any(self.sampling.get(k, v) != v for k, v in req.asked.items())
+        self.replies += 1
         self.places.setdefault(place, []).append(node)
         node.task = asyncio.create_task(self._sample(node, ids, limit))
         return node
@@ -909,7 +909,7 @@ class Forest:
             ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, parent.reasoned)
             if kept:
                 return parent, ids + begun
-            self.counts["rewritten"] += 1
+            self.counts["server/rewritten"] += 1
         turns = req.turns[:-1] if opened else req.turns
         return None, self.chat.opening([self._message(t) for t in turns], req.tools) + begun
 
@@ -942,7 +942,7 @@ class Forest:
                 raise RuntimeError("the engine gave a reply up")
             reasoning, text, calls, node.finish, node.stop = self._read(reply, node.request)
         except BaseException:
-            self.counts["replies"] -= 1
+            self.replies -= 1
             self.places[node.place].remove(node)  # nothing was recorded: the same request runs again
             raise
         spaces = {t["function"]["name"]: t.get("namespace", "") for t in node.request.tools}
@@ -956,7 +956,7 @@ class Forest:
         node.reply, node.ended = reply, time.monotonic()
         self.anchors |= {a: node for a in node.turn.anchors}
         self.nodes.append(node)
-        self.counts["constrained"] += node.request.constrained
+        self.counts["server/constrained"] += node.request.constrained
 
     def _read(self, reply: Reply, req: Request) -> tuple[str | None, str, list, str, str]:
         """(reasoning, text, calls, finish, stop string) of what was sampled."""
@@ -1011,6 +1011,7 @@ class Forest:
             for node in leaf.path():
                 trace.context(node.tokens)
                 trace.reply(node.reply, node not in owned and not node.request.constrained)
+                self.counts["tokens/recomputed"] += len(node.reply.tokens) if node in owned else 0
                 owned.add(node)
             if trace.replies:
                 rows.append(trace.segment(result, group_id, rollout_id))

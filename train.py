@@ -824,9 +824,8 @@ def batch_metrics(batch: dict) -> dict[str, float]:
         "reward/groups_equal": float(np.mean([np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)])),
         **batch["counts"],
         "rollouts/truncated": sum(r["result"].truncated for r in rollouts),
-        "rollouts/retokenised": sum(r["other_ids"] for r in rollouts)
-        / max(1, sum(len(r["result"].turn_rewards) for r in rollouts)),
-        "rollouts/turns": float(np.mean([len(r["result"].turn_rewards) for r in rollouts])),
+        "rollouts/retokenised": sum(r["other_ids"] for r in rollouts) / max(1, sum(r["replies"] for r in rollouts)),
+        "rollouts/turns": float(np.mean([r["replies"] for r in rollouts])),
         "rollouts/seconds_max": max(r["seconds"] for r in rollouts),
         "segments/count": len(rows),
         "tokens/trained": trained,

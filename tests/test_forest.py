@@ -152,7 +152,7 @@ def test_an_echo_extends_its_node_unless_it_was_edited(chat, change, tier):
         c.messages = [c.messages[0], said]
         second = await c.ask({"role": "tool", "tool_call_id": first.turn.calls[0].id, "content": "42"}, tools=[TOOL])
         assert second.base is (first if tier else None)
-        assert tier is None or c.forest.counts[f"echo/{tier}"] == 1
+        assert tier is None or c.forest.counts[f"server/echo_{tier}"] == 1
         if tier:  # the ids that were sampled, whatever was echoed
             assert c.engine.asked[1][0][: len(first.ids())] == first.ids()
         rows = c.rows()
@@ -193,6 +193,7 @@ def test_a_changed_beginning_opens_a_new_root_and_a_changed_end_a_branch(chat):
         assert (await c.ask()).base is one
         rows = c.rows()
         assert [c.texts(r) for r in rows] == [["a", "b"], ["c"], ["d"], ["e"]]  # the shared "a" is trained once
+        assert c.forest.counts["tokens/recomputed"] == 2 * len(one.reply.tokens)
         assert [chat.text(r.tokens).count("\na\n") for r in rows] == [1, 1, 1, 1] and two.acked is False
 
     run(go())
@@ -300,7 +301,7 @@ def test_a_repeated_request_is_a_retry_or_a_sample_by_its_connections(chat):
         three = ask()
         assert three not in (one, two)  # a user who asks again
         await asyncio.wait([three.task])
-        assert len(c.engine.asked) == 3 and c.forest.counts["replayed"] == 6
+        assert len(c.engine.asked) == 3 and c.forest.counts["server/replayed"] == 6
 
     run(go())
 
@@ -345,7 +346,9 @@ def test_an_engine_error_records_nothing_and_the_next_try_is_one_node(chat):
 def test_part_of_a_reply_from_a_broken_stream_asks_for_the_reply_again(chat):
     async def go():
         c = Client(chat, "<think>hm</think>text")
-        node = await c.ask("q", keep=False, delivered=False)
+        (node,) = c.forest.answer(read_responses({"input": "q"}, {}))
+        await node.task
+        c.forest.left(node, False, 0)
         item = {"type": "reasoning", "id": f"rs_{node.id}", "encrypted_content": f"enc_{node.id}", "summary": []}
         body = {"input": [{"role": "user", "content": "q"}, item]}
         assert c.forest.answer(read_responses(body, {})) == [node] and len(c.engine.asked) == 1
@@ -454,7 +457,7 @@ def test_a_constrained_reply_is_context_only(chat):
         two = await c.ask({"role": "tool", "tool_call_id": one.turn.calls[0].id, "content": "1"}, tools=[TOOL])
         (row,) = c.rows()
         assert c.texts(row) == ["b"] and row.mask.sum() == len(two.reply.tokens) and two.base is one
-        assert c.forest.counts["constrained"] == 1
+        assert c.forest.counts["server/constrained"] == 1
 
     run(go())
 
@@ -465,7 +468,7 @@ def test_what_a_client_asks_of_the_sampling_is_counted_where_it_differs(chat):
         await c.ask("q", temperature=1.0)
         await c.ask("q", temperature=0.2)
         await c.ask("q", top_p=0.9)
-        assert c.forest.counts["asked_other"] == 1  # top_p is not a value that the run sets
+        assert c.forest.counts["server/asked_other"] == 1  # top_p is not a value that the run sets
 
     run(go())
 
@@ -483,7 +486,9 @@ def test_a_template_that_strips_old_reasoning_branches(chat):
         one = await c.ask("q", tools=[TOOL])
         two = await c.ask({"role": "tool", "tool_call_id": one.turn.calls[0].id, "content": "1"}, tools=[TOOL])
         three = await c.ask("r", tools=[TOOL])
-        assert two.base is one and three.base is None and three.parent is two and c.forest.counts["rewritten"] == 1
+        assert (
+            two.base is one and three.base is None and three.parent is two and c.forest.counts["server/rewritten"] == 1
+        )
         assert "hm" not in c.chat.text(three.tokens) and len(c.rows()) == 2
 
     run(go())
