@@ -1,5 +1,10 @@
 """agent.py: the default game, segments, digests, loading a user's file."""
 
+import asyncio
+import os
+import sys
+import time
+
 import numpy as np
 import pytest
 
@@ -89,3 +94,88 @@ def test_a_missing_file_or_class_is_named(tmp_path):
     (tmp_path / "empty.py").write_text("x = 1\n")
     with pytest.raises(AttributeError, match="no class named Agent"):
         load_agent(str(tmp_path / "empty.py"))
+
+
+GRADE = """
+import os
+def reward(prompt, label, output, folder):
+    return float(f"{prompt} {label}" in output and os.path.exists(os.path.join(folder, "made")))
+"""
+SHOWS = """
+import os, sys
+names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "INSTAR_MODEL")
+print(sys.argv[1], 7, *[os.environ[n] for n in names])
+open("made", "w").write("x")
+"""
+
+
+def command_agent(tmp_path, script, command="{python} {script} '{prompt}'", reward=GRADE):
+    (tmp_path / "grade.py").write_text(reward)
+    (tmp_path / "script.py").write_text(script)
+    command = command.replace("{python}", sys.executable).replace("{script}", str(tmp_path / "script.py"))
+    return load_agent("agent.py", command, str(tmp_path / "grade.py"))()
+
+
+TASK = dict(messages=[{"role": "user", "content": "say 'a' && {model}"}], label=7)
+TASK |= dict(base_url="http://127.0.0.1:1/r/k/v1", api_key="k", model="m")
+
+
+def test_a_command_gets_its_prompt_as_one_word_a_folder_and_the_variables_of_the_sdks(tmp_path):
+    seen = {}
+
+    def grade(prompt, label, output, folder):
+        seen.update(
+            prompt=prompt, label=label, output=output, made=os.path.exists(os.path.join(folder, "made")), folder=folder
+        )
+        return 1.0
+
+    agent = command_agent(tmp_path, SHOWS)
+    agent.reward = grade
+    assert asyncio.run(agent.run(Task(**TASK))) == 1.0
+    assert seen["output"].startswith("say 'a' && {model} 7 http://127.0.0.1:1/r/k/v1 k http://127.0.0.1:1/r/k k m")
+    assert (
+        seen["made"]
+        and not os.path.exists(seen["folder"])
+        and (seen["prompt"], seen["label"]) == (TASK["messages"][0]["content"], 7)
+    )
+
+
+def test_the_reward_file_grades_a_command(tmp_path):
+    assert asyncio.run(command_agent(tmp_path, SHOWS).run(Task(**TASK))) == 1.0
+
+
+def test_a_command_that_fails_shows_the_end_of_its_output(tmp_path):
+    agent = command_agent(tmp_path, "import sys; print('tail of it'); sys.exit(3)")
+    with pytest.raises(RuntimeError, match="(?s)exit code 3.*tail of it"):
+        asyncio.run(agent.run(Task(**TASK)))
+
+
+def test_a_time_limit_ends_a_command_and_all_that_it_started(tmp_path):
+    script = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); open(sys.argv[1], 'w').write(str(p.pid)); time.sleep(60)"
+    agent = command_agent(tmp_path, script, "{python} {script} " + str(tmp_path / "pid"))
+    begun = time.monotonic()
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(agent.run(Task(**TASK)), 1.5))
+    assert time.monotonic() - begun < 10
+    child = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{child}") or open(f"/proc/{child}/stat").read().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("what the command started still runs")
+
+
+def test_a_reward_file_alone_grades_one_reply_to_each_prompt(tmp_path):
+    (tmp_path / "grade.py").write_text(
+        "def reward(prompt, label, output, folder):\n    return float(output == label)\n"
+    )
+    env = load_agent("agent.py", "", str(tmp_path / "grade.py"))()
+    assert env.reset(Task([{"role": "user", "content": "x"}], label="y"))[0]["content"] == "x"
+    assert env.step("y") == (None, 1.0, True, {}) and env.step("z")[1] == 0.0
+
+
+def test_a_reward_file_without_the_function_is_named(tmp_path):
+    (tmp_path / "grade.py").write_text("x = 1\n")
+    with pytest.raises(AttributeError, match="--reward .*no function named reward"):
+        load_agent("agent.py", "true", str(tmp_path / "grade.py"))
