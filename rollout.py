@@ -407,8 +407,8 @@ def parser(cfg, chat: Chat):
     tool, reasoning, template = cfg.tool_parser, cfg.reasoning_parser, chat.tokenizer.chat_template
     if tool == "auto":
         tool = next((name for mark, name in TOOL_PARSERS.items() if mark in template), "none")
+    begun = chat.render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>")
     if reasoning == "auto":
-        begun = chat.render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>")
         known = "deepseek_r1" if begun else "glm45" if tool == "glm45" else "qwen3"
         reasoning = known if "<think>" in template else "none"
     if tool == reasoning == "none":
@@ -427,14 +427,16 @@ def parser(cfg, chat: Chat):
 
     def parse(text: str, tools: list[dict]):
         request = ChatCompletionRequest(messages=[], tools=tools or None)
-        thought, text = thinks.extract_reasoning(text, request) if thinks else (None, text)
-        found = (
-            calls(chat.tokenizer, request.tools).extract_tool_calls(text or "", request) if calls and tools else None
-        )
-        if not found or not found.tools_called:
-            return thought, text or "", []
-        called = [("", c.function.name, c.function.arguments) for c in found.tool_calls]
-        return thought, found.content or "", called
+        try:
+            # vLLM takes a reply without marks for a thought that was cut; that is so only where the prompt began it
+            reads = thinks and (begun or "<think>" not in template or "think>" in text)
+            thought, said = thinks.extract_reasoning(text, request) if reads else (None, text)
+            if not calls or not tools:
+                return thought, said or "", []
+            found = calls(chat.tokenizer, request.tools).extract_tool_calls(said or "", request)
+            return thought, found.content or "", [("", c.function.name, c.function.arguments) for c in found.tool_calls]
+        except Exception:  # what a policy samples may break a parser: it stays text
+            return None, text, []
 
     return parse
 
