@@ -1383,8 +1383,12 @@ class Server:
             size, more = size + len(chunks[-1]), event.get("more_body", False)
             if size > LARGEST:
                 raise HTTPError(413, f"the body is larger than {LARGEST >> 20} MB", "request_too_large")
+        raw = b"".join(chunks)
         try:
-            return json.loads(b"".join(chunks))
+            body = json.loads(raw)
+            if re.search(rb"\\u[dD][89a-fA-F]", raw):  # half a character, as programs leave that cut texts
+                body = json.loads(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"))
+            return body
         except (ValueError, RecursionError) as e:
             raise HTTPError(400, f"the body is no JSON: {e}", "") from e
 

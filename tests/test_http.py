@@ -333,3 +333,71 @@ def test_threads_are_refused_so_that_the_tool_runner_does_without(chat):  # noqa
             assert last.content[0].text == "done ü" and texts(forest) == [list(SCRIPT)]
 
     run(go())
+
+
+async def call_app(app, path, body, headers=()):
+    """One request to the app without a connection: (status, body)."""
+    sent, left = [], [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if left:
+            return left.pop()
+        await asyncio.sleep(3600)
+
+    async def send(message):
+        sent.append(message)
+
+    await app({"type": "http", "method": "POST", "path": path, "headers": list(headers)}, receive, send)
+    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
+
+
+def mutated(rng, value, share):
+    """A JSON value in which about this share of the parts is wrong."""
+    if rng.random() < share:
+        return rng.choice(
+            [None, True, -1, 1.5, "", "x", [], {}, [None], {"a": 1}, "\ud800", "9" * 400, {"type": "text"}]
+        )
+    if isinstance(value, dict):
+        items = [(k, mutated(rng, v, share)) for k, v in value.items() if rng.random() > share / 2]
+        return dict(items) | ({rng.choice(["type", "role", "n", "stream", "extra"]): 3} if rng.random() < share else {})
+    if isinstance(value, list):
+        values = [mutated(rng, v, share) for v in value if rng.random() > share]
+        return values + values[:1] if rng.random() < share else values
+    return value
+
+
+def test_ten_thousand_odd_requests_get_an_answer_and_never_a_500(chat):  # noqa: F811
+    """Requests of real clients with something wrong in each: served, or refused by a 4xx in the wire's own shape."""
+    import random
+
+    from test_wires import RECORDED, request
+
+    exchanges = [e for r in RECORDED.values() for e in r["exchanges"]]
+
+    async def go():
+        rng, seen, app, engine = random.Random(0), {}, Server("policy"), Engine(chat)
+
+        def parse_all(text, tools):
+            return None, text, []
+
+        for i in range(10_000):
+            if i % 50 == 0:
+                forest = Forest(chat, engine.generate, parse_all, 20, 4000, {"temperature": 1.0})
+                key = app.open(forest)
+            engine.script = ["said"] * 200
+            exchange = rng.choice(exchanges)
+            _, body, headers = request(exchange)
+            body = mutated(rng, body, rng.choice([0.001, 0.01, 0.1]))
+            route = exchange["path"].split("?")[0]
+            raw = [(k.encode(), str(v).encode("latin-1", "replace")) for k, v in headers.items()]
+            status, reply = await asyncio.wait_for(
+                call_app(app, f"/r/{key}{route}", json.dumps(body).encode(), raw), 20
+            )
+            seen[status] = seen.get(status, 0) + 1
+            assert status in (200, 400), (i, status, reply[:300], json.dumps(body)[:2000])
+            if status == 400:
+                shape = json.loads(reply)
+                assert (shape.get("type") == "error") == ("messages" in route) and shape["error"]["message"]
+        assert seen[200] > 1000 and seen[400] > 1000, seen
+
+    asyncio.run(asyncio.wait_for(go(), 300))

@@ -83,6 +83,37 @@ def test_default_training_climbs_to_nine_tenths_in_five_minutes(tmp_path, seed):
     check_learning(tmp_path / "run", wall, rows, text, least=0.9)
 
 
+def check_server_rows(rows):
+    """What every run through the capture server shows: replies of several turns, all captured, none lost to an echo."""
+    assert {r["tokens/digest_mismatch"] for r in rows} == {0}
+    assert max(r["gap/on_version_max"] for r in rows) <= 1e-4
+    assert all(r["rollouts/turns"] > 1.2 and r["rollouts/failed"] == 0 for r in rows)
+    assert all(r["server/echo_T0"] > 0 and r.get("server/rewritten", 0) == 0 for r in rows)
+    assert all(r["segments/count"] == r["rollouts/finished"] for r in rows)  # one row each: nothing branched
+
+
+def test_a_chat_agent_with_streamed_replies_learns(tmp_path):
+    flags = ["--agent", "tests/chat_agent.py", "--steps", 8, "--show_every", 0, "--out", tmp_path / "run"]
+    code, text = finish(start(*flags))
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    check_server_rows(rows)
+    assert rows[0]["reward/mean"] <= 0.4 and rows[-1]["reward/mean"] >= rows[0]["reward/mean"] + 0.2
+
+
+@pytest.mark.slow
+def test_a_chat_agent_with_streamed_replies_climbs_to_nine_tenths(tmp_path):
+    code, text = finish(
+        start("--agent", "tests/chat_agent.py", "--show_every", 0, "--out", tmp_path / "run"), timeout=600
+    )
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    check_server_rows(rows)
+    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
+    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
+    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+
+
 def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_run(tmp_path, trained):
     """The trained policy goes on from its export: vLLM loads it, and it plays as well as it did. 7 prompts make 2 batches."""
     (tmp_path / "rows.jsonl").write_text("".join(open("examples/starter/train.jsonl").readlines()[:7]))
