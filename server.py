@@ -1,15 +1,17 @@
-"""Capture: turns ids and text into each other at one place, and keeps what the policy sampled as token-exact segments.
+"""Capture: any agent's requests in, token-exact segments out.
 
 `Chat` holds a model's chat template: it encodes an opening once, and later only the run of new messages that follows a reply,
 with the template's own bytes between them. `Trace` grows one sequence from engine replies and such runs; its sampled ids are
 never decoded and encoded again. Text is made from ids for the agent only.
 
 `read_chat`, `read_responses` and `read_messages` bring a request of each wire into one canonical form, and `same_turn` says how
-an assistant turn that a client echoes relates to the one that it was sent. Both serve to compare histories only.
+an assistant turn that a client echoes relates to the one that it was sent; both serve to compare histories only. `Forest` keeps
+the requests of one rollout, each attached to the reply that its history ends with. `write` and `Stream` answer in the words of
+the wire; `Server` is what clients connect to.
 
 This module imports neither vllm nor ray: it is given a `generate` coroutine, so a scripted engine can stand in for tests.
 
-    pytest tests/test_server.py tests/test_wires.py
+    pytest tests/test_server.py tests/test_wires.py tests/test_forest.py tests/test_http.py tests/test_templates.py
 """
 
 import asyncio
