@@ -766,6 +766,7 @@ class Node:
     acked: bool = False  # a later request builds on it
     ended: float = math.inf
     task: asyncio.Task | None = None
+    timer: asyncio.TimerHandle | None = None  # ends the task when nobody comes back
 
     def path(self) -> list["Node"]:
         nodes, node = [], self
@@ -978,8 +979,10 @@ class Forest:
         """A connection that waited for the node is gone. When it was the last, sampling goes on for `linger` seconds."""
         node.listeners -= 1
         node.delivered |= delivered
-        if not node.listeners and not node.reply and node.task:
-            asyncio.get_running_loop().call_later(linger, lambda: node.listeners or node.task.cancel())
+        if node.timer:
+            node.timer.cancel()  # of a connection that left before
+        if not node.listeners and not node.reply:
+            node.timer = asyncio.get_running_loop().call_later(linger, lambda: node.listeners or node.task.cancel())
 
     def count(self, req: Request) -> int:
         """Tokens of a request's prompt."""

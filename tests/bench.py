@@ -4,6 +4,7 @@ python tests/bench.py                # everything below, into out/bench.json
 python tests/bench.py run            # default training: start-up, generate, train, refit, idle
 python tests/bench.py generate       # tokens/s of a generate phase against the same requests sent directly to AsyncLLM
 python tests/bench.py refit          # GB/s of a refit of 0.1 B parameters against a plain memory copy
+python tests/bench.py server         # requests/s of the capture server with a scripted engine; cost of turn 128 against turn 2
 python tests/bench.py logprob        # peak memory of the chunked log-prob against the full one, 8k tokens × 152k vocabulary
 """
 
@@ -15,6 +16,8 @@ import resource
 import subprocess
 import sys
 import time
+
+import numpy as np
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -179,6 +182,67 @@ def refit() -> dict:
     return {"model_gb": size / 1e9, "refit_gb_per_s": best, "memory_copy_gb_per_s": copy, "ratio": best / copy}
 
 
+def server() -> dict:
+    """A scripted engine behind the real server: many sessions at once, and one of 128 turns whose client resends all of it."""
+    from transformers import AutoTokenizer
+
+    from agent import Result
+    from server import Chat, Forest, Reply, Server
+
+    chat = Chat(AutoTokenizer.from_pretrained("examples/starter"))
+    said = [*chat.encode("a reply of some words, as agents say them"), chat.tokenizer.eos_token_id]
+
+    async def generate(ids, max_tokens, known, stop):
+        out = np.asarray(said, np.int32)
+        return Reply(out, np.zeros(len(out), np.float32), np.zeros(len(out), np.int32), b"", "stop")
+
+    def session(app):
+        forest = Forest(chat, generate, lambda text, tools: (None, text, []), 99, 10**6, {})
+        return app.open(forest), forest
+
+    async def turn(app, key, messages):
+        """One request to the app, without a connection: what a connection costs is uvicorn's."""
+        body, sent = json.dumps({"messages": messages}).encode(), []
+        events = [{"type": "http.request", "body": body}]
+
+        async def receive():
+            return events.pop() if events else await asyncio.sleep(3600)
+
+        async def send(event):
+            sent.append(event)
+
+        scope = {"type": "http", "method": "POST", "path": f"/r/{key}/v1/chat/completions", "headers": []}
+        await app(scope, receive, send)
+        return json.loads(sent[1]["body"])["choices"][0]["message"]
+
+    async def talk(app, turns):
+        (key, forest), messages, seconds = session(app), [], []
+        for i in range(turns):
+            messages.append({"role": "user", "content": f"question {i}, with a few words more"})
+            begun = time.perf_counter()
+            messages.append(await turn(app, key, messages))
+            seconds.append(time.perf_counter() - begun)
+        assert len(forest.segments(Result(), 0, 0)) == 1
+        await app.close(key)
+        return seconds
+
+    async def measure():
+        app, rates = Server("policy"), {}
+        for sessions in (1, 16, 256):
+            begun = time.perf_counter()
+            await asyncio.gather(*[talk(app, 4) for _ in range(sessions)])
+            rates[f"requests_per_second_{sessions}"] = 4 * sessions / (time.perf_counter() - begun)
+        runs = [await talk(app, 130) for _ in range(9)]
+        early, late = (sorted(r[i] for r in runs for i in at)[len(runs)] for at in ((1, 2), (127, 128)))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(10):
+            await asyncio.gather(*[talk(app, 2) for _ in range(1000)])
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+        return rates | {"turn_2_ms": early * 1e3, "turn_128_ms": late * 1e3, "grown_mb_10000_sessions": grown}
+
+    return asyncio.run(measure())
+
+
 def logprob(tokens: int = 8192, vocabulary: int = 151_936, hidden: int = 256) -> dict:
     """Growth of the peak memory over forward and backward, each in a process of its own."""
     grown = {}
@@ -221,7 +285,7 @@ def _logprob(kind: str, *sizes: str) -> None:
 
 
 def main() -> None:
-    parts = {"run": run, "generate": generate, "refit": refit, "logprob": logprob}
+    parts = {"run": run, "generate": generate, "refit": refit, "server": server, "logprob": logprob}
     if sys.argv[1:2] == ["_logprob"]:
         return _logprob(*sys.argv[2:])
     wanted = sys.argv[1:] or list(parts)

@@ -321,6 +321,25 @@ def test_nobody_comes_back_so_sampling_ends_and_nothing_is_kept(chat):
     run(go())
 
 
+def test_a_client_that_came_back_in_between_gets_the_whole_linger_again(chat):
+    async def go():
+        c = Client(chat, "a")
+        c.engine.gate = asyncio.Event()
+
+        def ask():
+            return c.forest.answer(read_chat({"messages": [{"role": "user", "content": "q"}]}, {}))[0]
+
+        node = ask()
+        c.forest.left(node, False, 0.1)
+        await asyncio.sleep(0.06)
+        assert ask() is node
+        c.forest.left(node, False, 0.1)
+        await asyncio.sleep(0.06)  # the first timer would have ended it
+        assert not node.task.done() and ask() is node
+
+    run(go())
+
+
 def test_an_undelivered_reply_is_no_sample_but_one_that_was_built_on_is(chat):
     async def go():
         c = Client(chat, "a", "b")
