@@ -88,6 +88,7 @@ def check_server_rows(rows):
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
     assert max(r["gap/on_version_max"] for r in rows) <= 1e-4
     assert all(r["rollouts/turns"] > 1.2 and r["rollouts/failed"] == 0 for r in rows)
+    assert all(0.2 < r["info/claude"] < 0.8 for r in rows)
     assert all(r["server/echo_T0"] > 0 and r.get("server/rewritten", 0) == 0 for r in rows)
     assert all(r["segments/count"] == r["rollouts/finished"] for r in rows)  # one row each: nothing branched
 
