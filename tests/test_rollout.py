@@ -6,11 +6,12 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
+import openai
 import pytest
 from transformers import AutoTokenizer
 
 import rollout
-from agent import Agent, Env, Result, Segment, Task, digest
+from agent import Agent, ChatAgent, Env, Result, Segment, Task, digest
 from rollout import Engine, EngineFault, Line, Rollout, Rollouts, Runner, TooManyFailed, load_rows, play, stamp
 from server import Chat, Reply
 
@@ -349,3 +350,62 @@ def test_small_rows_travel_by_value_and_large_ones_by_reference(monkeypatch):
     rows = [row(100), row(30_000), row(100, np.zeros((100, 48, 32), np.uint8))]
     assert [p.keep(r)["tokens"] for r in rows] == [100, 30_000, 100]
     assert p.fetch([2, 0, 1]) == [("ref", rows[2]), rows[0], ("ref", rows[1])]
+
+
+class Asks(ChatAgent):
+    """A plain function on OpenAI's SDK."""
+
+    text = "hello"
+
+    def run(self, task):
+        client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+        client.chat.completions.create(model=task.model, messages=[{"role": "user", "content": self.text}])
+        return self.end()
+
+    def end(self):
+        return 0.5
+
+
+def converse(agent, engine=None):
+    runner = Runner(SimpleNamespace(**RUNNER | dict(episode_timeout=20)), [engine or Remote(Scripted())])
+    runner.agent = agent
+
+    async def run():
+        out = await runner.rollout(Task([{"role": "user", "content": "x"}], label=1), 3, 25, 0)
+        assert runner.server.forests == {}  # the rollout's key has ended with it
+        runner.server.task.cancel()
+        return out
+
+    return asyncio.run(run())
+
+
+def test_a_chat_agent_s_rollout_holds_what_it_sampled_and_its_reward():
+    out = converse(Asks)
+    (row,) = out.segments
+    assert (out.error, out.result.reward, out.replies, row.group_id, row.rollout_id) == ("", 0.5, 1, 3, 25)
+    assert row.reward == 0.5 and row.mask.sum() == len(row) - row.replies[0][0]
+
+
+def test_a_chat_agent_that_raises_fails_and_one_that_met_a_limit_is_truncated():
+    class Raises(Asks):
+        def end(self):
+            raise KeyError("tool")
+
+    class Long(Asks):
+        text = "long " * 200
+
+    class Nothing(Asks):
+        def end(self):
+            return None
+
+    assert "KeyError: 'tool'" in converse(Raises).error
+    out = converse(Long)
+    assert (out.error, out.result.truncated, out.result.reward, out.segments) == ("", True, 0.0, [])
+    assert "Nothing.run returned the reward None" in converse(Nothing).error
+
+
+def test_a_dead_engine_is_not_the_chat_agent_s_fault():
+    engine = Remote(Scripted())
+    engine.dead = True
+    with pytest.raises(EngineFault):
+        converse(Asks, engine)
