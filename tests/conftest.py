@@ -16,11 +16,12 @@ sys.path.insert(0, HERE)
 
 
 def pytest_collection_modifyitems(items):
+    named = {"slow": "make test-all", "real_model": "make real-model", "clients": "make clients"}
     for item in items:  # what takes minutes or a download is asked for by name
-        if item.get_closest_marker("slow") or item.get_closest_marker("real_model"):
-            wanted = item.config.getoption("-m") or ""
-            if not ("slow" in wanted or "real_model" in wanted):
-                item.add_marker(pytest.mark.skip(reason="only in make test-all"))
+        wanted = item.config.getoption("-m") or ""
+        for name, target in named.items():
+            if item.get_closest_marker(name) and not any(n in wanted for n in named):
+                item.add_marker(pytest.mark.skip(reason=f"only in {target}"))
 
 
 @pytest.fixture(scope="session")
