@@ -251,11 +251,11 @@ class Trace:
 
 
 class BadRequest(ValueError):
-    """A request that cannot be read. The message names the field; error_code is for clients that act on it, else ""."""
+    """A request that cannot be answered. The message names the field; error_code is for clients that act on it, else ""."""
 
-    def __init__(self, message: str, error_code: str = ""):
+    def __init__(self, message: str, error_code: str = "", status: int = 400):
         super().__init__(message)
-        self.error_code = error_code
+        self.error_code, self.status = error_code, status
 
 
 @dataclass(frozen=True)
@@ -813,13 +813,15 @@ class Forest:
         tools = hashlib.sha256(json.dumps(req.tools).encode()).hexdigest() if req.tools else ""
         req.tools = self.tools.setdefault(tools, req.tools)  # one copy, not one of each turn
         node, since = None, []
-        for turn in req.turns[:-1]:
-            found = self._child((node.id if node else "", tools, tuple(since)), turn) if isinstance(turn, As) else None
-            if found:
-                node, since = found, []
-            else:
-                since.append(replace(turn, anchors=()) if isinstance(turn, As) else turn)
-        since += [replace(t, anchors=()) if isinstance(t, As) else t for t in req.turns[-1:]]
+        for at, turn in enumerate(req.turns, 1):
+            if isinstance(turn, As):
+                # the last turn is never matched: a client that sends one begins the reply itself
+                place = (node.id if node else "", tools, tuple(since))
+                if at < len(req.turns) and (found := self._child(place, turn)):
+                    node, since = found, []
+                    continue
+                turn = replace(turn, anchors=())  # what is foreign here is told by its words alone
+            since.append(turn)
         return node, (node.id if node else "", tools, tuple(since))
 
     def _child(self, place: tuple, echo: As) -> Node | None:
@@ -969,11 +971,7 @@ class Forest:
             at, stop = min(hits)
             text, finish = text[:at], "stop_string"
         text = self.chat.ends.sub("", text)
-        if req.tool_choice == "none" or not req.tools:
-            reasoning, text, calls = self.parse(text, [])
-        else:
-            reasoning, text, calls = self.parse(text, req.tools)
-        return reasoning, text, calls, finish, stop
+        return *self.parse(text, [] if req.tool_choice == "none" else req.tools), finish, stop
 
     def left(self, node: Node, delivered: bool, linger: float) -> None:
         """A connection that waited for the node is gone. When it was the last, sampling goes on for `linger` seconds."""
@@ -1272,10 +1270,6 @@ LARGEST = 64 << 20  # bytes of a body; a turn of a coding agent starts at 80 kB
 ALIVE = 5.0  # seconds between two keep-alives
 
 
-class HTTPError(Exception):
-    """(status, message, code) of an answer that is an error."""
-
-
 class Server:
     """An ASGI app that speaks to the clients of many rollouts, each under a key of its own: the path /r/<key>, or else the
     header x-rollout-id or the API key. Keys are signed, so that one which was closed is told from one that never was."""
@@ -1303,16 +1297,11 @@ class Server:
         """Listen on a free port, which is then `port`; within a running event loop."""
         listener = socket.create_server((self.host, 0), backlog=2048)
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(self, log_level="critical", access_log=False, ws="none", timeout_keep_alive=600)
+        quiet = dict(log_level="critical", access_log=False, lifespan="off", ws="none")
+        config = uvicorn.Config(self, timeout_keep_alive=600, **quiet)
         self.task = asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener]))
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "lifespan":
-            while True:
-                event = (await receive())["type"]
-                await send({"type": f"{event}.complete"})
-                if event == "lifespan.shutdown":
-                    return
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         parts = scope["path"].strip("/").split("/")
         key, parts = (parts[1], parts[2:]) if parts[0] == "r" and len(parts) > 1 else ("", parts)
@@ -1320,10 +1309,8 @@ class Server:
         wire = "messages" if route.startswith("messages") else "responses" if route == "responses" else "chat"
         try:
             await self._route(scope["method"], route, key, headers, receive, send)
-        except HTTPError as e:
-            status, message, code = e.args
         except BadRequest as e:
-            status, message, code = 400, str(e), e.error_code
+            status, message, code = e.status, str(e), e.error_code
         except Exception as e:
             # the engine's fault: nothing was recorded, and a retry is welcome
             status, message, code = 503, f"the engine could not answer: {type(e).__name__}: {e}", ""
@@ -1336,14 +1323,14 @@ class Server:
         if method in ("GET", "HEAD") and route in ("", "health"):
             return await self._send(send, 200, {"status": "ok", "model": self.model})
         if method == "GET" and route == "responses":
-            raise HTTPError(426, "there are no WebSockets here: use HTTP", "")
+            raise BadRequest("there are no WebSockets here: use HTTP", status=426)
         forest = self._forest(key, headers)
         if method == "GET" and (route == "models" or route.startswith("models/")):
             return await self._send(send, 200, self._models(route, headers, forest))
         counts = route == "messages/count_tokens"
         read = READERS.get("messages" if counts else route)
         if method != "POST" or not read:
-            raise HTTPError(404, f"there is no {method} /{route} here", "not_found")
+            raise BadRequest(f"there is no {method} /{route} here", "not_found", 404)
         req = read(await self._body(receive), headers)
         req.model = req.model or self.model
         if counts:
@@ -1355,13 +1342,13 @@ class Server:
         carried = [path, headers.get("x-rollout-id", ""), headers.get("x-api-key", ""), bearer]
         named = [k for k in carried if k and hmac.compare_digest(k.encode(), self._signed(k.split("-")[0]).encode())]
         if path and path not in named or not named:
-            raise HTTPError(404, "this rollout is not known: take base_url or api_key from the task", "not_found")
+            raise BadRequest("this rollout is not known: take base_url or api_key from the task", "not_found", 404)
         if len(set(named)) > 1:
-            raise HTTPError(400, "the path and the headers name different rollouts", "")
+            raise BadRequest("the path and the headers name different rollouts")
         if self.host not in ("127.0.0.1", "::1", "localhost") and named[0] not in carried[1:]:
-            raise HTTPError(401, "beyond loopback the rollout's key must be the API key", "")
+            raise BadRequest("beyond loopback the rollout's key must be the API key", status=401)
         if named[0] not in self.forests:
-            raise HTTPError(410, "this rollout has ended", "rollout_ended")
+            raise BadRequest("this rollout has ended", "rollout_ended", 410)
         return self.forests[named[0]]
 
     def _models(self, route: str, headers: dict, forest: Forest) -> dict:
@@ -1383,11 +1370,11 @@ class Server:
         while more:
             event = await receive()
             if event["type"] == "http.disconnect":
-                raise HTTPError(400, "the connection closed inside the body", "")
+                raise BadRequest("the connection closed inside the body")
             chunks.append(event.get("body", b""))
             size, more = size + len(chunks[-1]), event.get("more_body", False)
             if size > LARGEST:
-                raise HTTPError(413, f"the body is larger than {LARGEST >> 20} MB", "request_too_large")
+                raise BadRequest(f"the body is larger than {LARGEST >> 20} MB", "request_too_large", 413)
         raw = b"".join(chunks)
         try:
             body = json.loads(raw)
@@ -1395,7 +1382,7 @@ class Server:
                 body = json.loads(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"))
             return body
         except (ValueError, RecursionError) as e:
-            raise HTTPError(400, f"the body is no JSON: {e}", "") from e
+            raise BadRequest(f"the body is no JSON: {e}") from e
 
     async def _answer(self, forest: Forest, req: Request, receive, send) -> None:
         """Wait for the nodes, keep the connection alive, write the reply; note whether the client got it."""
@@ -1416,7 +1403,9 @@ class Server:
             if broken := [n.task for n in nodes if n.task.cancelled() or n.task.exception()]:
                 if begun:
                     return  # no wire has a good word for it: the stream breaks off, and the client tries again
-                raise HTTPError(410, "this rollout has ended", "") if broken[0].cancelled() else broken[0].exception()
+                raise (
+                    BadRequest("this rollout has ended", status=410) if broken[0].cancelled() else broken[0].exception()
+                )
             answers = [forest.shown(n) for n in nodes]
             if req.stream:
                 await self._frames(send, [*([] if begun else stream.start()), *stream.finish(answers)], not begun)
