@@ -81,6 +81,13 @@ def test_a_paused_engine_keeps_its_requests_and_stamps_the_versions_of_both_side
         dense.reset()
 
 
+def test_a_stop_string_ends_a_reply_and_its_ids_stay(dense):
+    reply = ray.get(dense.engine.generate.remote("stopped", [5, 6, 7], 300, 0, 1.0, list("aeiou")))
+    text, before = dense.chat.tokenizer.decode(reply.tokens), dense.chat.tokenizer.decode(reply.tokens[:-1])
+    assert reply.finish == "stop" and set(text) & set("aeiou") and not set(before) & set("aeiou")
+    assert len(reply.logprobs) == len(reply.tokens) < 300
+
+
 def test_a_closed_engine_lets_nothing_in_until_it_is_released(dense):
     dense.molt(release=False)
     ref = dense.engine.generate.remote("early", [5, 6, 7], 4)
