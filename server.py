@@ -299,9 +299,6 @@ class Request:
     asked: dict  # what the client wants of the sampling; recorded only, the rollout owns it
     stream: bool
     retry: int  # attempts before this one, as the SDK counts them; many clients always say 0
-    labels: (
-        dict  # "session", "agent", "parent", "kind", "client", where headers say so; structure never depends on them
-    )
     tools: list[dict] = field(default_factory=list)  # chat function schemas, "namespace" beside "function"; none hosted
     tool_choice: str = "auto"  # "auto", "none" or "required"
     forced: str = ""  # the name of the one tool that is asked for
@@ -323,17 +320,6 @@ CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)
 KINDS = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "an integer", float: "a number"}
-LABELS = {
-    "user-agent": "client",
-    "session-id": "session",
-    "x-session-id": "session",
-    "x-claude-code-session-id": "session",
-    "thread-id": "agent",
-    "x-claude-code-agent-id": "agent",
-    "x-codex-parent-thread-id": "parent",
-    "x-parent-session-id": "parent",
-    "x-openai-subagent": "kind",
-}
 
 
 def read_chat(body, headers) -> Request:
@@ -456,10 +442,7 @@ def _request(wire: str, body, headers) -> Request:
         raise BadRequest("the body must be a JSON object")
     asked = {k: _field(body, k, float) for k in NUMBERS}
     asked |= {k: body.get(k) for k in ("logprobs", "top_logprobs", "logit_bias")}
-    headers = {k.lower(): v for k, v in headers.items()}
-    retry = headers.get("x-stainless-retry-count", "")
-    labels = {LABELS[k]: v for k, v in headers.items() if k in LABELS}
-    kind = re.search(r'"request_kind": *"(\w+)"', headers.get("x-codex-turn-metadata", ""))
+    retry = {k.lower(): v for k, v in headers.items()}.get("x-stainless-retry-count", "")
     return Request(
         wire,
         _field(body, "model", str) or "",
@@ -467,7 +450,6 @@ def _request(wire: str, body, headers) -> Request:
         {k: v for k, v in asked.items() if v is not None},
         bool(_field(body, "stream", bool)),
         int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0,
-        labels | ({"kind": kind[1]} if kind and "kind" not in labels else {}),
     )
 
 
