@@ -301,7 +301,6 @@ class Request:
     retry: int  # attempts before this one, as the SDK counts them; many clients always say 0
     tools: list[dict] = field(default_factory=list)  # chat function schemas, "namespace" beside "function"; none hosted
     tool_choice: str = "auto"  # "auto", "none" or "required"
-    forced: str = ""  # the name of the one tool that is asked for
     constrained: bool = False  # a forced call or a JSON schema: log-probs of a masked distribution
     max_tokens: int | None = None
     n: int = 1
@@ -317,6 +316,7 @@ UNPARSED = "__unparsedToolInput"  # Claude Code wraps arguments that are no JSON
 BILLING = "x-anthropic-billing-header"  # Claude Code's first system block; its hash changes between requests
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
+CHOICES = {"none": "none", "required": "required", "any": "required", "tool": "required", "function": "required"}
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)
 KINDS = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "an integer", float: "a number"}
@@ -454,22 +454,13 @@ def _request(wire: str, body, headers) -> Request:
 
 
 def _constrain(req: Request, choice, where: str, form: dict | None) -> None:
-    """Set tool_choice, forced and constrained from a choice of tools and a format of the output."""
-    req.tool_choice, req.forced = _choice({"type": choice} if isinstance(choice, str) else choice, where)
+    """Set tool_choice and constrained from a choice of tools, which may name one of them, and a format of the output."""
+    if not isinstance(choice, str):
+        choice = _field({where: choice}, where, dict) or {"type": "auto"}
+        choice = _field(choice, "type", str, where) or "function"
+    req.tool_choice = CHOICES.get(choice, "auto")
     kind = _field(form or {}, "type", str, "format")
     req.constrained = req.tool_choice == "required" or kind in ("json_schema", "json_object")
-
-
-def _choice(value, where: str) -> tuple[str, str]:
-    """(choice, name of the one tool asked for or ""). A kind that nobody has heard of means "auto"."""
-    choice = _field({where: value}, where, dict) or {}
-    kind = _field(choice, "type", str, where)
-    if kind == "allowed_tools":
-        kind = _field(_field(choice, "allowed_tools", dict, where) or choice, "mode", str, where)
-    if kind in ("auto", "none", "required", "any"):
-        return ("required" if kind == "any" else kind), ""
-    name = _field(_field(choice, "function", dict, where) or choice, "name", str, where)
-    return ("required", name) if name else ("auto", "")
 
 
 def _tools(tools: list[tuple[str, dict]], namespace: str = "") -> list[dict]:
@@ -506,9 +497,8 @@ def _part(part: dict, where: str) -> tuple[str, str]:
     kind = _field(part, "type", str, where) or "text"
     if kind in ("image", "image_url", "input_image"):
         return "", _image(part, where)
-    key = "refusal" if kind == "refusal" else "text"
-    if kind in ("text", "input_text", "output_text", "refusal") or key in part:
-        return _field(part, key, str, where) or "", ""
+    if kind in ("text", "input_text", "output_text") or "text" in part:
+        return _field(part, "text", str, where) or "", ""
     return _dump({k: v for k, v in part.items() if v is not None and k != "cache_control"}, where), ""
 
 
@@ -553,9 +543,8 @@ def _call(id_: str | None, obj: dict, key: str, where: str) -> Call:
 def _chat_turn(m: dict, where: str) -> As:
     calls = []
     for at, call in _objects(m, "tool_calls", where):
-        custom = _field(call, "custom", dict, at)
-        function = custom or _field(call, "function", dict, at) or {}
-        calls.append(_call(_field(call, "id", str, at), function, "input" if custom else "arguments", f"{at}.function"))
+        function = _field(call, "function", dict, at) or {}
+        calls.append(_call(_field(call, "id", str, at), function, "arguments", f"{at}.function"))
     legacy = _field(m, "function_call", dict, where)
     if legacy:
         calls.append(_call("", legacy, "arguments", f"{where}.function_call"))
@@ -575,15 +564,15 @@ def _response_turns(items: list[tuple[str, dict]]) -> list[In | As]:
         role = _role(item, where, ROLES) if kind == "message" else ""
         if kind == "item_reference":
             raise BadRequest(f"{where} refers to a stored item: send the item itself (store: false)")
-        if role == "assistant" or kind in ("reasoning", "function_call", "custom_tool_call"):
+        if role == "assistant" or kind in ("reasoning", "function_call"):
             run.append((where, kind, item))
             continue
-        if role or kind.endswith("_call_output"):
+        if role or kind == "function_call_output":
             turns += [_response_turn(run)] if run else []
             run = []
         if role:
             turns.append(_input(role, _parts(item.get("content"), f"{where}.content")))
-        elif kind.endswith("_call_output"):
+        elif kind == "function_call_output":
             call = _field(item, "call_id", str, where) or ""
             turns.append(_input("tool", _parts(item.get("output"), f"{where}.output"), call))
     return turns + ([_response_turn(run)] if run else [])
@@ -600,8 +589,7 @@ def _response_turn(run: list[tuple[str, str, dict]]) -> As:
             content, summary = (_parts(item.get(k), f"{where}.{k}") for k in ("content", "summary"))
             thoughts.append("".join(t for t, _ in content) or "".join(t for t, _ in summary))
         else:
-            key = "arguments" if kind == "function_call" else "input"
-            calls.append(_call(_field(item, "call_id", str, where), item, key, where))
+            calls.append(_call(_field(item, "call_id", str, where), item, "arguments", where))
     return _assistant(texts, thoughts, calls, anchors)
 
 
@@ -632,8 +620,6 @@ def _message_turn(blocks: list[tuple[str, dict]]) -> As:
         if kind == "thinking":
             thoughts.append(_field(block, "thinking", str, where) or "")
             anchors.append(_field(block, "signature", str, where))
-        elif kind == "redacted_thinking":
-            anchors.append(_field(block, "data", str, where))
         elif kind == "tool_use":
             calls.append(_call(_field(block, "id", str, where), block, "input", where))
         else:

@@ -379,7 +379,7 @@ def test_legacy_functions_become_tools():
     req = read_chat(body, {})
     assert req.turns == [As("", None, (Call("", "f", "{}"),), ()), In("tool", "1")]
     assert req.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    assert (req.tool_choice, req.forced, req.constrained) == ("required", "f", True)
+    assert (req.tool_choice, req.constrained) == ("required", True)
 
 
 def test_tools_of_three_wires_are_one_schema_and_hosted_ones_are_dropped():
@@ -402,19 +402,18 @@ def test_tools_of_three_wires_are_one_schema_and_hosted_ones_are_dropped():
 @pytest.mark.parametrize(
     "choice,want",
     [
-        (None, ("auto", "", False)),
-        ("none", ("none", "", False)),
-        ("required", ("required", "", True)),
-        ({"type": "any"}, ("required", "", True)),
-        ({"type": "tool", "name": "f"}, ("required", "f", True)),
-        ({"type": "function", "function": {"name": "f"}}, ("required", "f", True)),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, ("required", "", True)),
-        ({"type": "a_new_kind"}, ("auto", "", False)),
+        (None, ("auto", False)),
+        ("none", ("none", False)),
+        ("required", ("required", True)),
+        ({"type": "any"}, ("required", True)),
+        ({"type": "tool", "name": "f"}, ("required", True)),
+        ({"type": "function", "function": {"name": "f"}}, ("required", True)),
+        ({"type": "a_new_kind"}, ("auto", False)),
     ],
 )
 def test_a_forced_call_is_constrained(choice, want):
     req = read_chat({"messages": [{"role": "user"}], "tool_choice": choice}, {})
-    assert (req.tool_choice, req.forced, req.constrained) == want
+    assert (req.tool_choice, req.constrained) == want
 
 
 def test_sampling_wishes_are_recorded_and_limits_read():
