@@ -639,26 +639,26 @@ def same_turn(echo: As, sent: As) -> str | None:
     ids = len(echo.calls) == len(sent.calls) and all(e.id in ("", s.id) for e, s in pairs)
     thought = (echo.reasoning or "").strip()  # clients may drop it, not change it
     kept = echo.text.strip() == sent.text.strip() and thought in ("", (sent.reasoning or "").strip())
-    if kept and ids and all(_same_call(e, s, _equal) for e, s in pairs):
+    tier = max((_same_call(e, s) for e, s in pairs), default="T1") if kept and ids else "T2c"
+    if tier == "T1":
         raw = (echo.text, echo.reasoning, echo.calls) == (sent.text, sent.reasoning, sent.calls)
         # ids of another turn: a sibling that says the same must not win over the one that the ids name
         return "T0" if raw and (anchored or not echo.anchors) else "T1"
-    if not anchored:
-        return None
-    if not (kept and ids):
-        return "T2c"
-    return "T2a" if all(_same_call(e, s, _loosely) for e, s in pairs) else "T2b"
+    return tier if anchored else None
 
 
-def _same_call(echo: Call, sent: Call, same) -> bool:
+def _same_call(echo: Call, sent: Call) -> str:
+    """The tier of one call, "T1" at best."""
     if (echo.namespace, echo.name) != (sent.namespace, sent.name):
-        return False
+        return "T2b"
     if echo.arguments == sent.arguments:
-        return True
+        return "T1"
     try:
-        return same(_parse(echo.arguments), _parse(sent.arguments))
+        e, s = _parse(echo.arguments), _parse(sent.arguments)
+        same = json.dumps(e, sort_keys=True) == json.dumps(s, sort_keys=True)  # as text: in Python True == 1.0
+        return "T1" if same else "T2a" if _loosely(e, s) else "T2b"
     except RecursionError:  # too deep to compare by value
-        return False
+        return "T2b"
 
 
 def _number(text: str) -> float | str:
@@ -667,26 +667,17 @@ def _number(text: str) -> float | str:
     return value if math.isfinite(value) else f"\0{text}"
 
 
-def _refuse(constant: str):
-    raise ValueError(f"{constant} is no JSON")
-
-
 def _parse(raw: str):
     """The value of arguments: the last of duplicate keys, numbers as doubles, {} for nothing, what is no JSON wrapped."""
     if not raw.strip():
         return {}
     try:
-        value = json.loads(raw, parse_int=_number, parse_float=_number, parse_constant=_refuse)
+        value = json.loads(raw, parse_int=_number, parse_float=_number, parse_constant=int)  # int refuses NaN
     except ValueError:
         return {UNPARSED: raw}
     inner = value.get(UNPARSED) if isinstance(value, dict) else None
     wrapped = inner.get("raw") if isinstance(inner, dict) else None
     return _parse(wrapped) if isinstance(wrapped, str) else value
-
-
-def _equal(echo, sent) -> bool:
-    # as text, because in Python True == 1.0
-    return json.dumps(echo, sort_keys=True) == json.dumps(sent, sort_keys=True)
 
 
 def _loosely(echo, sent) -> bool:
