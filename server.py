@@ -28,6 +28,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 import uvicorn
@@ -319,312 +320,240 @@ CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
 CHOICES = {"none": "none", "required": "required", "any": "required", "tool": "required", "function": "required"}
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)
+IMAGES = ("image", "image_url", "input_image")
 KINDS = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "an integer", float: "a number"}
+
+
+class Fields(dict):
+    """A JSON object of a request, and where it stands there. What is absent or null reads as empty: clients mean the same."""
+
+    def __init__(self, value, where: str = ""):
+        if not isinstance(value, dict):
+            raise BadRequest("the body must be a JSON object")
+        super().__init__(value)
+        self.where = where
+
+    def read(self, key: str, *kinds: type):
+        """The value of a field, a string where no other kinds are given. Raises BadRequest, which names the field."""
+        kinds, where = kinds or (str,), f"{self.where}.{key}" if self.where else key
+        value = kinds[0]() if self.get(key) is None else self[key]
+        if type(value) not in kinds:
+            raise BadRequest(f"{where} must be {' or '.join(KINDS[k] for k in kinds)}")
+        return Fields(value, where) if type(value) is dict else value
+
+    def each(self, key: str, kind: type = dict) -> list:
+        """Entries of a list, all of one kind. A string stands for a list of itself, or of one text."""
+        values = self.read(key, list, str)
+        if isinstance(values, str):
+            values = [values if kind is str else {"text": values}]
+        entries = Fields({f"{key}[{i}]": v for i, v in enumerate(values)}, self.where)
+        return [entries.read(k, kind) for k in entries]
+
+    def count(self, key: str) -> int | None:
+        """A number of at least one, None where it is absent."""
+        if self.get(key) is not None and self.read(key, int) < 1:
+            raise BadRequest(f"{key} must be at least 1")
+        return self.get(key)
+
+    def dump(self) -> str:
+        """Its JSON."""
+        try:
+            return json.dumps(self, ensure_ascii=False)
+        except (RecursionError, ValueError) as e:
+            raise BadRequest(f"{self.where} is nested too deeply or holds a number that is too long") from e
 
 
 def read_chat(body, headers) -> Request:
     """Request of a Chat Completions body (parsed JSON) and its headers (a mapping). Raises BadRequest."""
-    req = _request("chat", body, headers)
-    for where, m in _objects(body, "messages"):
-        role = _role(m, where, CHAT_ROLES)
-        if role == "assistant":
-            req.turns.append(_chat_turn(m, where))
-        else:
-            call = _field(m, "tool_call_id", str, where) or ""
-            parts = _parts(m.get("content"), f"{where}.content")
-            req.turns.append(_input(role, parts, call if role == "tool" else ""))
-    if not req.turns:
-        raise BadRequest("messages must not be empty")
-    req.tools = _tools(_objects(body, "tools")) + _tools(_objects(body, "functions"))
-    req.max_tokens = _count(body, "max_completion_tokens") or _count(body, "max_tokens")
-    req.n = _count(body, "n") or 1
-    req.stop = _strings([body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop"), "stop")
-    options = _field(body, "stream_options", dict) or {}
-    req.include_usage = bool(_field(options, "include_usage", bool, "stream_options"))
-    choice = "tool_choice" if body.get("tool_choice") is not None else "function_call"
-    _constrain(req, body.get(choice), choice, _field(body, "response_format", dict))
+    body, turns = Fields(body), []
+    for m in body.each("messages"):
+        role = _role(m, CHAT_ROLES)
+        call = m.read("tool_call_id") if role == "tool" else ""
+        turns.append(_reply(_chat_parts(m)) if role == "assistant" else _input(role, m.each("content"), call))
+    req = _request("chat", body, headers, turns, body.read("response_format", dict))
+    req.n = body.count("n") or 1
+    req.include_usage = body.read("stream_options", dict).read("include_usage", bool)
     return req
 
 
 def read_responses(body, headers) -> Request:
     """Request of a Responses body. `conversation` and item references need a store that is not here: BadRequest."""
-    req = _request("responses", body, headers)
+    body = Fields(body)
     if body.get("conversation") is not None:
         raise BadRequest("conversation is not supported: send the items, or previous_response_id")
-    items = body.get("input")
-    if isinstance(items, str):
-        body = body | {"input": [{"role": "user", "content": items}] if items else []}
-    turns = _response_turns(_objects(body, "input"))
-    req.previous = _field(body, "previous_response_id", str) or ""
-    if not turns and not req.previous:
-        raise BadRequest("input must not be empty")
-    instructions = _field(body, "instructions", str)
-    req.turns = [In("system", instructions), *turns] if instructions else turns
-    req.tools = _tools(_objects(body, "tools"))
-    req.max_tokens = _count(body, "max_output_tokens")
-    req.include_encrypted = "reasoning.encrypted_content" in _strings(body.get("include"), "include")
-    text = _field(body, "text", dict) or {}
-    _constrain(req, body.get("tool_choice"), "tool_choice", _field(text, "format", dict, "text"))
+    if isinstance(body.get("input"), str):
+        body["input"] = [{"role": "user", "content": body["input"]}] if body["input"] else []
+    turns = _response_turns(body.each("input"))
+    req = _request("responses", body, headers, turns, body.read("text", dict).read("format", dict))
+    instructions = body.read("instructions")
+    req.turns[:0] = [In("system", instructions)] if instructions else []
+    req.include_encrypted = "reasoning.encrypted_content" in body.each("include", str)
     return req
 
 
 def read_messages(body, headers) -> Request:
     """Request of an Anthropic Messages body. A server-side thread raises the error that makes the SDK do without."""
-    req = _request("messages", body, headers)
+    body, turns = Fields(body), []
     if body.get("thread") not in (None, False):
         raise BadRequest("thread is not supported: send the whole history", "thread_unsupported_request")
-    system = _input("system", [p for p in _parts(body.get("system"), "system") if not p[0].startswith(BILLING)])
-    req.turns += [system] if system.text else []
-    messages = _objects(body, "messages")
-    if not messages:
-        raise BadRequest("messages must not be empty")
-    for where, m in messages:
-        req.turns += _message_turns(_role(m, where, ROLES), m.get("content"), f"{where}.content")
-    req.tools = _tools(_objects(body, "tools"))
-    req.max_tokens = _count(body, "max_tokens")
-    req.stop = _strings(body.get("stop_sequences"), "stop_sequences")
-    output = _field(body, "output_config", dict) or {}
-    _constrain(req, body.get("tool_choice"), "tool_choice", _field(output, "format", dict, "output_config"))
+    for m in body.each("messages"):
+        role, blocks = _role(m, ROLES), m.each("content")
+        turns += [_reply(blocks)] if role == "assistant" else _message_turns(role, blocks)
+    req = _request("messages", body, headers, turns, body.read("output_config", dict).read("format", dict))
+    system = _input("system", [p for p in body.each("system") if not _text(p).startswith(BILLING)])
+    req.turns[:0] = [system] if system.text else []
     return req
 
 
-def _field(obj: dict, key: str, kind: type, where: str = ""):
-    """obj[key], None where it is absent or null; any other type raises and names the field."""
-    value = obj.get(key)
-    good = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if value is not None and not good:
-        raise BadRequest(f"{where}{'.' if where else ''}{key} must be {KINDS[kind]}")
-    return value
+def _request(wire: str, body: Fields, headers, turns: list[In | As], form: Fields) -> Request:
+    """What all wires share, or name apart. form: the format that the reply is wanted in."""
+    previous = body.read("previous_response_id")
+    if not turns and not previous:
+        raise BadRequest(f"{'input' if wire == 'responses' else 'messages'} must not be empty")
+    asked = {k: body.read(k, int, float) for k in NUMBERS if body.get(k) is not None}
+    asked |= {k: body[k] for k in ("logprobs", "top_logprobs", "logit_bias") if body.get(k) is not None}
+    retry = {k.lower(): v for k, v in headers.items()}.get("x-stainless-retry-count", "")
+    retry = int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0
+    choice = body.read("tool_choice", str, dict) or body.read("function_call", str, dict)
+    if isinstance(choice, dict):
+        choice = choice.read("type") or "function"
+    req = Request(wire, body.read("model"), turns, asked, body.read("stream", bool), retry, previous=previous)
+    req.tools, req.tool_choice = _tools(body.each("tools") + body.each("functions")), CHOICES.get(choice, "auto")
+    req.constrained = req.tool_choice == "required" or form.read("type") in ("json_schema", "json_object")
+    req.max_tokens = body.count("max_completion_tokens") or body.count("max_output_tokens") or body.count("max_tokens")
+    req.stop = [s for s in body.each("stop", str) + body.each("stop_sequences", str) if s]
+    return req
 
 
-def _objects(obj: dict, key: str, where: str = "") -> list[tuple[str, dict]]:
-    """(path, object) for each entry of a list of objects."""
-    path = f"{where}{'.' if where else ''}{key}"
-    values = [(f"{path}[{i}]", v) for i, v in enumerate(_field(obj, key, list, where) or [])]
-    for at, v in values:
-        if not isinstance(v, dict):
-            raise BadRequest(f"{at} must be an object")
-    return values
-
-
-def _strings(values, where: str) -> list[str]:
-    if values is None:
-        return []
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise BadRequest(f"{where} must be a list of strings")
-    return [v for v in values if v]
-
-
-def _count(body: dict, key: str) -> int | None:
-    value = _field(body, key, int)
-    if value is not None and value < 1:
-        raise BadRequest(f"{key} must be at least 1")
-    return value
-
-
-def _role(message: dict, where: str, roles: dict) -> str:
-    role = _field(message, "role", str, where)
+def _role(message: Fields, roles: dict) -> str:
+    role = message.read("role")
     if role not in roles:
-        raise BadRequest(f"{where}.role must be one of {', '.join(roles)}")
+        raise BadRequest(f"{message.where}.role must be one of {', '.join(roles)}")
     return roles[role]
 
 
-def _dump(value, where: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (RecursionError, ValueError) as e:
-        raise BadRequest(f"{where} is nested too deeply or holds a number that is too long") from e
-
-
-def _request(wire: str, body, headers) -> Request:
-    """What all wires share."""
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    asked = {k: _field(body, k, float) for k in NUMBERS}
-    asked |= {k: body.get(k) for k in ("logprobs", "top_logprobs", "logit_bias")}
-    retry = {k.lower(): v for k, v in headers.items()}.get("x-stainless-retry-count", "")
-    return Request(
-        wire,
-        _field(body, "model", str) or "",
-        [],
-        {k: v for k, v in asked.items() if v is not None},
-        bool(_field(body, "stream", bool)),
-        int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0,
-    )
-
-
-def _constrain(req: Request, choice, where: str, form: dict | None) -> None:
-    """Set tool_choice and constrained from a choice of tools, which may name one of them, and a format of the output."""
-    if not isinstance(choice, str):
-        choice = _field({where: choice}, where, dict) or {"type": "auto"}
-        choice = _field(choice, "type", str, where) or "function"
-    req.tool_choice = CHOICES.get(choice, "auto")
-    kind = _field(form or {}, "type", str, "format")
-    req.constrained = req.tool_choice == "required" or kind in ("json_schema", "json_object")
-
-
-def _tools(tools: list[tuple[str, dict]], namespace: str = "") -> list[dict]:
+def _tools(tools: list[Fields], namespace: str = "") -> list[dict]:
     """Function schemas of any wire's tools. What a provider hosts (web search and the like) is dropped."""
     found = []
-    for where, tool in tools:
-        kind = _field(tool, "type", str, where) or "function"
+    for tool in tools:
+        kind = tool.read("type") or "function"
         if kind == "namespace" and not namespace:
-            found += _tools(_objects(tool, "tools", where), _field(tool, "name", str, where) or "")
-        elif kind == "function" or kind == "custom" and "input_schema" in tool:
-            found.append(_schema(_field(tool, "function", dict, where) or tool, where, namespace))
+            found += _tools(tool.each("tools"), tool.read("name"))
+        elif kind == "function" or "input_schema" in tool:
+            found.append(_schema(tool.read("function", dict) or tool, namespace))
     return found
 
 
-def _schema(tool: dict, where: str, namespace: str) -> dict:
-    name, description = _field(tool, "name", str, where), _field(tool, "description", str, where)
-    if not name:
-        raise BadRequest(f"{where} needs a name")
-    parameters = _field(tool, "parameters", dict, where) or _field(tool, "input_schema", dict, where)
-    function = {"name": name} | ({"description": description} if description else {})
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
+def _schema(tool: Fields, namespace: str) -> dict:
+    function = {k: v for k in ("name", "description") if (v := tool.read(k))}
+    if "name" not in function:
+        raise BadRequest(f"{tool.where} needs a name")
+    parameters = tool.read("parameters", dict) or tool.read("input_schema", dict)
+    function["parameters"] = dict(parameters) or {"type": "object", "properties": {}}
     return {"type": "function", "function": function} | ({"namespace": namespace} if namespace else {})
 
 
-def _parts(value, where: str) -> list[tuple[str, str]]:
-    """(text, image) for each part of a message's content: a string, a list of parts or null."""
-    if value is None or isinstance(value, str):
-        return [(value or "", "")]
-    return [_part(part, at) for at, part in _objects({where: value}, where)]
+def _text(part: Fields) -> str:
+    """The text of a part, none of an image. A kind without text stays as its JSON, so that nothing is lost."""
+    if not part or "text" in part or part.read("type") in IMAGES:
+        return part.read("text")
+    return Fields({k: v for k, v in part.items() if v is not None and k != "cache_control"}, part.where).dump()
 
 
-def _part(part: dict, where: str) -> tuple[str, str]:
-    """(text, image) of one part, one of them empty. A kind without text stays as its JSON, so that nothing is lost."""
-    kind = _field(part, "type", str, where) or "text"
-    if kind in ("image", "image_url", "input_image"):
-        return "", _image(part, where)
-    if kind in ("text", "input_text", "output_text") or "text" in part:
-        return _field(part, "text", str, where) or "", ""
-    return _dump({k: v for k, v in part.items() if v is not None and k != "cache_control"}, where), ""
-
-
-def _image(part: dict, where: str) -> str:
+def _image(part: Fields) -> str:
     """sha256 of the bytes that a part carries, so that a data URI and Anthropic's base64 agree; else its URL."""
-    source = _field(part, "source", dict, where) or {}
-    holder, key = (part["image_url"], "url") if isinstance(part.get("image_url"), dict) else (part, "image_url")
-    url = _field(holder, key, str, where) or _field(source, "url", str, where) or ""
-    data = url.partition(",")[2] if url.startswith("data:") else _field(source, "data", str, where)
-    if url and not url.startswith("data:"):
+    source = part.read("source", dict) or part.read("image_url", str, dict)
+    url = source if isinstance(source, str) else source.read("url") or source.read("data")
+    if "://" in url:
         return url
-    if not data:
-        raise BadRequest(f"{where} holds no image: send its bytes in base64 or a URL")
     try:
-        return hashlib.sha256(base64.b64decode(data, validate=True)).hexdigest()
-    except ValueError as e:
-        raise BadRequest(f"{where} is not valid base64") from e
+        data = base64.b64decode(url.rpartition(",")[2], validate=True)
+    except ValueError:
+        data = b""
+    if not data:
+        raise BadRequest(f"{part.where} holds no image: send its bytes in base64 or a URL")
+    return hashlib.sha256(data).hexdigest()
 
 
-def _input(role: str, parts: list[tuple[str, str]], call: str = "", error: bool = False) -> In:
+def _input(role: str, parts: list[Fields], call: str = "", error: bool = False) -> In:
     """Parts of an input join by line, empty ones left out."""
-    images = tuple(image for _, image in parts if image)
-    return In(role, "\n".join(text for text, _ in parts if text), call, images, error)
+    images = tuple(_image(p) for p in parts if p.read("type") in IMAGES)
+    return In(role, "\n".join(text for p in parts if (text := _text(p))), call, images, error)
 
 
-def _assistant(texts: list[str], thoughts: list[str], calls: list[Call], anchors: list) -> As:
-    """Parts of a reply join without a separator: it was sampled as one text."""
-    anchors = [*(c.id for c in calls), *anchors]
-    return As("".join(texts), "".join(thoughts) or None, tuple(calls), tuple(dict.fromkeys(a for a in anchors if a)))
+def _reply(parts) -> As:
+    """What a client keeps of a reply: a chat message and its calls, items of Responses, or blocks of Messages.
 
-
-def _call(id_: str | None, obj: dict, key: str, where: str) -> Call:
-    """A call whose arguments stand in obj[key], as text or as an object."""
-    name, raw = _field(obj, "name", str, where), obj.get(key)
-    if not name:
-        raise BadRequest(f"{where}.name must be a string")
-    if not isinstance(raw, str):
-        raw = "" if _field(obj, key, dict, where) is None else _dump(raw, f"{where}.{key}")
-    return Call(id_ or "", name, raw, _field(obj, "namespace", str, where) or "")
-
-
-def _chat_turn(m: dict, where: str) -> As:
-    calls = []
-    for at, call in _objects(m, "tool_calls", where):
-        function = _field(call, "function", dict, at) or {}
-        calls.append(_call(_field(call, "id", str, at), function, "arguments", f"{at}.function"))
-    legacy = _field(m, "function_call", dict, where)
-    if legacy:
-        calls.append(_call("", legacy, "arguments", f"{where}.function_call"))
-    texts = [text for text, _ in _parts(m.get("content"), f"{where}.content")]
-    # litellm moves the fields that it does not know
-    moved, at = _field(m, "provider_specific_fields", dict, where) or {}, f"{where}.provider_specific_fields"
-    thoughts = [_field(o, k, str, w) for o, w in ((m, where), (moved, at)) for k in ("reasoning_content", "reasoning")]
-    anchors = [_field(m, NODE_KEY, str, where), _field(moved, NODE_KEY, str, at)]
-    return _assistant(texts, [t for t in thoughts if t][:1], calls, anchors)
-
-
-def _response_turns(items: list[tuple[str, dict]]) -> list[In | As]:
-    """Adjacent items of the assistant become one turn. Items of hosted tools and of unknown types are left out."""
-    turns, run = [], []
-    for where, item in items:
-        kind = _field(item, "type", str, where) or "message"
-        role = _role(item, where, ROLES) if kind == "message" else ""
-        if kind == "item_reference":
-            raise BadRequest(f"{where} refers to a stored item: send the item itself (store: false)")
-        if role == "assistant" or kind in ("reasoning", "function_call"):
-            run.append((where, kind, item))
-            continue
-        if role or kind == "function_call_output":
-            turns += [_response_turn(run)] if run else []
-            run = []
-        if role:
-            turns.append(_input(role, _parts(item.get("content"), f"{where}.content")))
-        elif kind == "function_call_output":
-            call = _field(item, "call_id", str, where) or ""
-            turns.append(_input("tool", _parts(item.get("output"), f"{where}.output"), call))
-    return turns + ([_response_turn(run)] if run else [])
-
-
-def _response_turn(run: list[tuple[str, str, dict]]) -> As:
+    Its texts join without a separator: they were sampled as one.
+    """
     texts, thoughts, calls, anchors = [], [], [], []
-    for where, kind, item in run:
-        anchors += [_field(item, "id", str, where), _field(item, "encrypted_content", str, where)]
-        if kind == "message":
-            texts += [text for text, _ in _parts(item.get("content"), f"{where}.content")]
+    for part in parts:
+        kind = part.read("type")
+        anchors += [part.read(k) for k in ("id", "encrypted_content", "signature", NODE_KEY)]
+        if kind in ("function", "function_call", "tool_use"):
+            calls.append(_call(part.read("function", dict) or part, part.read("call_id") or part.read("id")))
+        elif kind == "thinking":
+            thoughts.append(part.read("thinking"))
         elif kind == "reasoning":
             # both hold the same text; the AI SDK sends the summary back alone
-            content, summary = (_parts(item.get(k), f"{where}.{k}") for k in ("content", "summary"))
-            thoughts.append("".join(t for t, _ in content) or "".join(t for t, _ in summary))
+            content, summary = ("".join(map(_text, part.each(k))) for k in ("content", "summary"))
+            thoughts.append(content or summary)
+        elif "role" in part:
+            thoughts.append(part.read("reasoning_content") or part.read("reasoning"))
+            texts += map(_text, part.each("content"))
         else:
-            calls.append(_call(_field(item, "call_id", str, where), item, "arguments", where))
-    return _assistant(texts, thoughts, calls, anchors)
+            texts.append(_text(part))
+    anchors = filter(None, [*(c.id for c in calls), *anchors])
+    return As("".join(texts), "".join(thoughts) or None, tuple(calls), tuple(dict.fromkeys(anchors)))
 
 
-def _message_turns(role: str, content, where: str) -> list[In | As]:
-    """Turns of one Anthropic message. A user's is split, in block order, into tool results and what stands between."""
-    if isinstance(content, str) or content is None:
-        content = [{"type": "text", "text": content}]
-    blocks = _objects({where: content}, where)
-    if role == "assistant":
-        return [_message_turn(blocks)]
-    turns, run = [], []
-    for at, block in blocks:
-        if _field(block, "type", str, at) != "tool_result":
-            run.append(_part(block, at))
-            continue
-        turns, run = [*turns, _input(role, run)], []
-        call, error = _field(block, "tool_use_id", str, at) or "", bool(_field(block, "is_error", bool, at))
-        turns.append(_input("tool", _parts(block.get("content"), f"{at}.content"), call, error))
+def _call(function: Fields, id_: str) -> Call:
+    """A call whose arguments are a text, or an object in `input`."""
+    name, raw = function.read("name"), function.read("arguments", str, dict) or function.read("input", str, dict)
+    if not name:
+        raise BadRequest(f"{function.where}.name must be a string")
+    return Call(id_, name, raw if isinstance(raw, str) else raw.dump(), function.read("namespace"))
+
+
+def _chat_parts(m: Fields) -> list[Fields]:
+    """A message and its calls, as `_reply` takes them."""
+    # litellm moves the fields that it does not know
+    message = m.read("provider_specific_fields", dict) | {k: v for k, v in m.items() if v is not None}
+    calls = [c for c in (*m.each("tool_calls"), m.read("function_call", dict)) if c]
+    return [Fields(message, m.where), *(Fields(c | {"type": "function"}, c.where) for c in calls)]
+
+
+def _response_turns(items: list[Fields]) -> list[In | As]:
+    """Adjacent items of the assistant become one turn. Items of hosted tools and of unknown types are left out."""
+    turns, said = [], ("reasoning", "function_call")
+    for item in items:
+        if item.read("type") == "item_reference":
+            raise BadRequest(f"{item.where} refers to a stored item: send the item itself (store: false)")
+    items = [i for i in items if i.read("type") in ("", "message", "function_call_output", *said)]
+    for reply, run in groupby(items, lambda i: i.read("type") in said or i.read("role") == "assistant"):
+        if reply:
+            turns.append(_reply(run))
+        else:
+            turns += map(_response_input, run)
+    return turns
+
+
+def _response_input(item: Fields) -> In:
+    if item.read("type") == "function_call_output":
+        return _input("tool", item.each("output"), item.read("call_id"))
+    return _input(_role(item, ROLES), item.each("content"))
+
+
+def _message_turns(role: str, blocks: list[Fields]) -> list[In]:
+    """Turns of a message that is not the assistant's: in the order of its blocks, tool results and what stands between."""
+    turns = []
+    for result, run in groupby(blocks, lambda b: b.read("type") == "tool_result"):
+        if result:
+            turns += [_input("tool", b.each("content"), b.read("tool_use_id"), b.read("is_error", bool)) for b in run]
+        else:
+            turns.append(_input(role, list(run)))
     # nothing said between two results is no turn
-    turns = [t for t in (*turns, _input(role, run)) if t.role == "tool" or t.text or t.images]
-    return turns or [In(role, "")]
-
-
-def _message_turn(blocks: list[tuple[str, dict]]) -> As:
-    texts, thoughts, calls, anchors = [], [], [], []
-    for where, block in blocks:
-        kind = _field(block, "type", str, where)
-        if kind == "thinking":
-            thoughts.append(_field(block, "thinking", str, where) or "")
-            anchors.append(_field(block, "signature", str, where))
-        elif kind == "tool_use":
-            calls.append(_call(_field(block, "id", str, where), block, "input", where))
-        else:
-            texts.append(_part(block, where)[0])
-    return _assistant(texts, thoughts, calls, anchors)
+    return [t for t in turns if t.role == "tool" or t.text or t.images] or [In(role, "")]
 
 
 def same_turn(echo: As, sent: As) -> str | None:
