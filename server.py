@@ -318,8 +318,7 @@ BILLING = "x-anthropic-billing-header"  # Claude Code's first system block; its 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
 CHOICES = {"none": "none", "required": "required", "any": "required", "tool": "required", "function": "required"}
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed")
 IMAGES = ("image", "image_url", "input_image")
 KINDS = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "an integer", float: "a number"}
 
@@ -359,8 +358,8 @@ class Fields(dict):
         """Its JSON."""
         try:
             return json.dumps(self, ensure_ascii=False)
-        except (RecursionError, ValueError) as e:
-            raise BadRequest(f"{self.where} is nested too deeply or holds a number that is too long") from e
+        except RecursionError as e:
+            raise BadRequest(f"{self.where} is nested too deeply") from e
 
 
 def read_chat(body, headers) -> Request:
@@ -509,10 +508,11 @@ def _reply(parts) -> As:
 
 def _call(function: Fields, id_: str) -> Call:
     """A call whose arguments are a text, or an object in `input`."""
-    name, raw = function.read("name"), function.read("arguments", str, dict) or function.read("input", str, dict)
+    name, arguments = function.read("name"), function.read("arguments", str, dict) or function.read("input", str, dict)
     if not name:
         raise BadRequest(f"{function.where}.name must be a string")
-    return Call(id_, name, raw if isinstance(raw, str) else raw.dump(), function.read("namespace"))
+    arguments = arguments if isinstance(arguments, str) else arguments.dump()
+    return Call(id_, name, arguments, function.read("namespace"))
 
 
 def _chat_parts(m: Fields) -> list[Fields]:
@@ -525,11 +525,8 @@ def _chat_parts(m: Fields) -> list[Fields]:
 
 def _response_turns(items: list[Fields]) -> list[In | As]:
     """Adjacent items of the assistant become one turn. Items of hosted tools and of unknown types are left out."""
-    turns, said = [], ("reasoning", "function_call")
-    for item in items:
-        if item.read("type") == "item_reference":
-            raise BadRequest(f"{item.where} refers to a stored item: send the item itself (store: false)")
-    items = [i for i in items if i.read("type") in ("", "message", "function_call_output", *said)]
+    turns, said, heard = [], ("reasoning", "function_call"), ("", "message", "function_call_output", "item_reference")
+    items = [i for i in items if i.read("type") in said + heard]
     for reply, run in groupby(items, lambda i: i.read("type") in said or i.read("role") == "assistant"):
         if reply:
             turns.append(_reply(run))
@@ -539,6 +536,8 @@ def _response_turns(items: list[Fields]) -> list[In | As]:
 
 
 def _response_input(item: Fields) -> In:
+    if item.read("type") == "item_reference":
+        raise BadRequest(f"{item.where} refers to a stored item: send the item itself (store: false)")
     if item.read("type") == "function_call_output":
         return _input("tool", item.each("output"), item.read("call_id"))
     return _input(_role(item, ROLES), item.each("content"))
