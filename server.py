@@ -950,10 +950,10 @@ def mint(node: str, wire: str, text: str, reasoning: str | None, calls: list[tup
     return As(text, reasoning or None, minted, tuple(ids))
 
 
-def write(req: Request, answers: list[Answer], created: int | None = None) -> dict:
+def write(req: Request, answers: list[Answer], begun: dict | None = None) -> dict:
     """The body of a reply that is not streamed. Only the chat wire has more than one answer."""
     a = answers[0]
-    begun = _begun(req, a.node, created or int(time.time()), a.prompt_tokens, a.cached_tokens)
+    begun = begun or _begun(req, a.node, a.prompt_tokens, a.cached_tokens)
     if req.wire == "responses":
         # a reply cut by its length is "completed" as well: Codex fails the whole run on "incomplete"
         return begun | {"status": "completed", "output": _items(req, a), "usage": _usage(answers, "input", "output")}
@@ -971,8 +971,8 @@ class Stream:
     """
 
     def __init__(self, req: Request, node: str, prompt_tokens: int, cached_tokens: int = 0):
-        self.req, self.wire, self.created, self.sequence = req, req.wire, int(time.time()), 0
-        self.begun = _begun(req, node, self.created, prompt_tokens, cached_tokens)
+        self.req, self.wire, self.sequence = req, req.wire, 0
+        self.begun = _begun(req, node, prompt_tokens, cached_tokens)
 
     def start(self) -> list[str]:
         """What to send once the engine has accepted the request."""
@@ -988,7 +988,7 @@ class Stream:
 
     def finish(self, answers: list[Answer]) -> list[str]:
         """All that remains, made from the body that the client would get without streaming."""
-        body = write(self.req, answers, self.created)
+        body = write(self.req, answers, self.begun)
         if self.wire != "chat":
             events = _message_events if self.wire == "messages" else _response_events
             return [self._frame(event) for event in events(body)]
@@ -1032,18 +1032,18 @@ def _depth(value) -> int:
     return 1 + max(map(_depth, inner), default=0)
 
 
-def _begun(req: Request, node: str, created: int, prompt: int, cached: int) -> dict:
+def _begun(req: Request, node: str, prompt: int, cached: int) -> dict:
     """A reply's body before anything was sampled."""
     if req.wire == "chat":
-        return {"id": f"chatcmpl-{node}", "object": "chat.completion", "created": created, "model": req.model}
+        return dict(id=f"chatcmpl-{node}", object="chat.completion", created=int(time.time()), model=req.model)
     if req.wire == "messages":
         # what a cache held is counted apart: the prompt is the sum of the three inputs
         usage = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
         head = {"id": f"msg_{node}", "type": "message", "role": "assistant", "model": req.model, "content": []}
         return head | {"stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
-    body = dict(id=f"resp_{node}", object="response", created_at=created, model=req.model, status="in_progress")
-    body |= dict(output=[], usage=None, error=None, incomplete_details=None, tools=[], tool_choice=req.tool_choice)
-    return body | dict(parallel_tool_calls=True, previous_response_id=req.previous or None)
+    body = dict(id=f"resp_{node}", object="response", created_at=int(time.time()), model=req.model, output=[])
+    body |= dict(status="in_progress", usage=None, error=None, incomplete_details=None, tools=[])
+    return body | dict(tool_choice=req.tool_choice, parallel_tool_calls=True, previous_response_id=req.previous or None)
 
 
 def _reason(a: Answer, length="length", calls="tool_calls", stop_string="stop", stop="stop") -> str:
