@@ -414,8 +414,7 @@ def _request(wire: str, body: Fields, headers, turns: list[In | As], form: Field
     retry = {k.lower(): v for k, v in headers.items()}.get("x-stainless-retry-count", "")
     retry = int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0
     choice = body.read("tool_choice", str, dict) or body.read("function_call", str, dict)
-    if isinstance(choice, dict):
-        choice = choice.read("type") or "function"
+    choice = choice if isinstance(choice, str) else choice.read("type") or "function"
     req = Request(wire, body.read("model"), turns, asked, body.read("stream", bool), retry, previous=previous)
     req.tools, req.tool_choice = _tools(body.each("tools") + body.each("functions")), CHOICES.get(choice, "auto")
     req.constrained = req.tool_choice == "required" or form.read("type") in ("json_schema", "json_object")
@@ -488,22 +487,21 @@ def _reply(parts) -> As:
     texts, thoughts, calls, anchors = [], [], [], []
     for part in parts:
         kind = part.read("type")
-        anchors += [part.read(k) for k in ("id", "encrypted_content", "signature", NODE_KEY)]
+        anchors += [part.get(k) for k in ("id", "encrypted_content", "signature", NODE_KEY)]
         if kind in ("function", "function_call", "tool_use"):
             calls.append(_call(part.read("function", dict) or part, part.read("call_id") or part.read("id")))
         elif kind == "thinking":
             thoughts.append(part.read("thinking"))
         elif kind == "reasoning":
             # both hold the same text; the AI SDK sends the summary back alone
-            content, summary = ("".join(map(_text, part.each(k))) for k in ("content", "summary"))
-            thoughts.append(content or summary)
+            thoughts += map(_text, part.each("content") or part.each("summary"))
         elif "role" in part:
             thoughts.append(part.read("reasoning_content") or part.read("reasoning"))
             texts += map(_text, part.each("content"))
         else:
             texts.append(_text(part))
-    anchors = filter(None, [*(c.id for c in calls), *anchors])
-    return As("".join(texts), "".join(thoughts) or None, tuple(calls), tuple(dict.fromkeys(anchors)))
+    anchors = dict.fromkeys(a for a in (*(c.id for c in calls), *anchors) if a and isinstance(a, str))
+    return As("".join(texts), "".join(thoughts) or None, tuple(calls), tuple(anchors))
 
 
 def _call(function: Fields, id_: str) -> Call:
@@ -528,10 +526,8 @@ def _response_turns(items: list[Fields]) -> list[In | As]:
     turns, said, heard = [], ("reasoning", "function_call"), ("", "message", "function_call_output", "item_reference")
     items = [i for i in items if i.read("type") in said + heard]
     for reply, run in groupby(items, lambda i: i.read("type") in said or i.read("role") == "assistant"):
-        if reply:
-            turns.append(_reply(run))
-        else:
-            turns += map(_response_input, run)
+        run = list(run)
+        turns += [_reply(run)] if reply else map(_response_input, run)
     return turns
 
 
