@@ -488,7 +488,7 @@ def _reply(parts) -> As:
     for part in parts:
         kind = part.read("type")
         anchors += [part.get(k) for k in ("id", "encrypted_content", "signature", NODE_KEY)]
-        if kind in ("function", "function_call", "tool_use"):
+        if kind in ("function", "function_call", "custom_tool_call", "tool_use"):
             calls.append(_call(part.read("function", dict) or part, part.read("call_id") or part.read("id")))
         elif kind == "thinking":
             thoughts.append(part.read("thinking"))
@@ -523,8 +523,8 @@ def _chat_parts(m: Fields) -> list[Fields]:
 
 def _response_turns(items: list[Fields]) -> list[In | As]:
     """Adjacent items of the assistant become one turn. Items of hosted tools and of unknown types are left out."""
-    turns, said, heard = [], ("reasoning", "function_call"), ("", "message", "function_call_output", "item_reference")
-    items = [i for i in items if i.read("type") in said + heard]
+    turns, said, heard = [], ("reasoning", "function_call", "custom_tool_call"), ("", "message", "item_reference")
+    items = [i for i in items if i.read("type") in said + heard or i.read("type").endswith("_call_output")]
     for reply, run in groupby(items, lambda i: i.read("type") in said or i.read("role") == "assistant"):
         run = list(run)
         turns += [_reply(run)] if reply else map(_response_input, run)
@@ -534,7 +534,7 @@ def _response_turns(items: list[Fields]) -> list[In | As]:
 def _response_input(item: Fields) -> In:
     if item.read("type") == "item_reference":
         raise BadRequest(f"{item.where} refers to a stored item: send the item itself (store: false)")
-    if item.read("type") == "function_call_output":
+    if item.read("type").endswith("_call_output"):
         return _input("tool", item.each("output"), item.read("call_id"))
     return _input(_role(item, ROLES), item.each("content"))
 
@@ -738,7 +738,7 @@ class Forest:
 
     def answer(self, req: Request) -> list[Node]:
         """Nodes that answer a request, `req.n` of them; done, or running with their `task`. Raises BadRequest."""
-        if any(t.images for t in req.turns if isinstance(t, In)):
+        if any(t.images for t in req.turns if isinstance(t, In) and t.role != "tool"):
             raise BadRequest("this model reads text only: the request holds an image")
         node, place = self.attach(req)
         if node:
@@ -807,7 +807,9 @@ class Forest:
             if turn.role != "tool":
                 return {"role": turn.role, "content": turn.text}
             id_, name = self.calls.get(turn.call, (short(turn.call), ""))
-            return {"role": "tool", "content": turn.text, "tool_call_id": id_} | ({"name": name} if name else {})
+            # a tool's picture is no reason to end a run
+            text = "\n".join(filter(None, [turn.text, *["[an image, which this model cannot see]"] * len(turn.images)]))
+            return {"role": "tool", "content": text, "tool_call_id": id_} | ({"name": name} if name else {})
         message = {"role": "assistant", "content": turn.text}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning

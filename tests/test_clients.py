@@ -10,13 +10,15 @@ import json
 import os
 import re
 import signal
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from test_forest import Engine, chat  # noqa: F401
 from test_http import parse, texts
 
+import server
 from agent import Result, digest
 from server import Forest, Server
 
@@ -24,7 +26,8 @@ pytestmark = pytest.mark.clients
 
 HERE = Path(__file__).parent
 CLIENTS = HERE.parent / ".clients"
-LIMIT = 60  # seconds of one client; they need two to eight
+LIMIT = 60  # seconds of one process; they need one to eight
+ALIVE = 0.05  # seconds between two keep-alives
 TASK = "What are 1200+34, 5600+78 and 9000+9?"
 SUMS = ("1234", "5678", "9009")  # no script says them, so each stands in a row only if a tool's output got there
 FINAL = "All sums are done \u2713 \u00fc."
@@ -48,21 +51,37 @@ def script(add=adds, final: str = FINAL) -> list[str]:
 
 
 class Policy(Engine):
-    """Follows its script where the request has tools; a request without any wants a title."""
+    """Follows its script, slowly enough that each stream is kept alive; an entry may be a function of the prompt's text.
+
+    A request without tools wants a title. One with a key of `others` in a user message is a sub-agent's.
+    """
+
+    def __init__(self, chat, *say, others=None):  # noqa: F811
+        super().__init__(chat, *say)
+        self.others = others or {}
 
     async def generate(self, ids, max_tokens, known, stop):
-        tools = re.match(r"tools ([^\n]*)\n", self.chat.tokenizer.decode(ids[:8192]))
-        if not tools:
+        await asyncio.sleep(3 * ALIVE)
+        text = self.chat.tokenizer.decode(ids)
+        users = "".join(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.S))
+        other = next((say for task, say in self.others.items() if task in users), None)
+        if not text.startswith("tools "):
             self.script.insert(0, TITLE)
+        elif other:
+            self.script.insert(0, other.pop(0))
+        elif callable(self.script[0]):
+            self.script[0] = self.script[0](text)
         return await super().generate(ids, max_tokens, known, stop)
 
 
 @dataclass
 class Ran:
-    """What a client's process left."""
+    """What a client's processes left."""
 
     forest: Forest
+    code: int
     out: str
+    err: str
     outside: list[str]  # hosts beyond loopback that it wanted to reach
 
 
@@ -95,56 +114,82 @@ async def process(command: list[str], env: dict, cwd: Path) -> tuple[int, str, s
     done, _ = await asyncio.wait([collect], timeout=LIMIT)
     if not done:
         os.killpg(run.pid, signal.SIGKILL)
-    out, err = (data.decode(errors="replace") for data in await collect)
+    out, err = (data.decode(errors="replace") for data in await asyncio.wait_for(collect, 10))
     if not done:
-        pytest.fail(f"{Path(command[-1] if len(command) < 2 else command[1]).name} hangs: {out[-2000:]}{err[-2000:]}")
+        pytest.fail(f"{Path(command[0]).name} hangs: {' '.join(command)}\n{out[-2000:]}\n{err[-2000:]}")
     return run.returncode, out, err
 
 
-def drive(chat, folder: Path, say: list[str], command, env=None, files=None) -> Ran:  # noqa: F811
-    """Run a client against a server whose policy says `say`. In command, env and files {url} is the rollout's base URL."""
+def drive(chat, folder: Path, say, *commands, env=None, files=None, code=0, **more) -> Ran:  # noqa: F811
+    """Run a client, once for each command and always in the same home, against a server whose policy says `say`.
+
+    In commands, env and files {url} stands for the rollout's base URL, {task} for the task and {work} for the folder that the
+    client works in. code: how the last command ends. more: `window` in tokens; `others`, the scripts of sub-agents; `closes`, to
+    end the rollout while a request waits after which so many replies are left.
+    """
     if not (CLIENTS / "ready").exists():
         pytest.fail("the clients are not installed: run make clients")
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
 
     async def go():
         app, names = Server("policy", linger=5), []
-        forest = Forest(chat, Policy(chat, *say).generate, parse, 4096, WINDOW, {})
+        policy = Policy(chat, *say, others=more.get("others"))
+        forest = Forest(chat, policy.generate, parse, 4096, more.get("window", WINDOW), {})
         key, outside = app.open(forest), await proxy(names)
         app.start()
-        url = f"http://127.0.0.1:{app.port}/r/{key}"
+        await asyncio.sleep(0.05)
+        marks = {"{url}": f"http://127.0.0.1:{app.port}/r/{key}", "{task}": TASK, "{work}": work}
 
         def fill(text):
-            return str(text).replace("{url}", url).replace("{task}", TASK)
+            for mark, value in marks.items():
+                text = str(text).replace(mark, str(value))
+            return text
 
-        home, work = folder / "home", folder / "work"
-        home.mkdir()
-        work.mkdir()
+        policy.script = [fill(entry) if isinstance(entry, str) else entry for entry in policy.script]
         for name, text in (files or {}).items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(fill(text))
         refused = f"http://127.0.0.1:{outside.sockets[0].getsockname()[1]}"
-        plain = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TERM": "dumb", "HOME": str(home), "CI": "1"}
-        plain |= {f"{k}_PROXY": refused for k in ("HTTP", "HTTPS", "ALL")}
-        plain |= {k.lower(): v for k, v in plain.items() if k.endswith("_PROXY")}
-        plain |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        full = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TERM": "dumb", "HOME": str(home), "CI": "1"}
+        full |= {
+            name: refused for kind in ("http", "https", "all") for name in (f"{kind}_proxy", f"{kind}_PROXY".upper())
+        }
+        full |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        full |= {k: fill(v) for k, v in (env or {}).items()}
+        if "closes" in more:
+
+            async def close(ids, *_):
+                if len(policy.script) > more["closes"] or not chat.tokenizer.decode(ids[:9]).startswith("tools "):
+                    return await policy.generate(ids, *_)
+                asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(app.close(key)))
+                await asyncio.sleep(LIMIT)
+
+            forest.generate = close
         try:
-            argv = [fill(part) for part in command]
-            code, out, err = await process(argv, plain | {k: fill(v) for k, v in (env or {}).items()}, work)
+            for command in commands:
+                end, out, err = await process([fill(part) for part in command], full, work)
         finally:
             outside.close()
             app.task.cancel()
             await asyncio.gather(app.task, return_exceptions=True)
             await forest.close()
-        assert code == 0, f"exit code {code}\n{out[-3000:]}\n{err[-3000:]}"
-        return Ran(forest, out, sorted(set(names)))
+        assert end == code, f"exit code {end}\n{out[-3000:]}\n{err[-3000:]}"
+        return Ran(forest, end, out, err, sorted(set(names)))
 
-    return asyncio.run(go())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "ALIVE", ALIVE)
+        return asyncio.run(go())
 
 
-def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0, final: str = FINAL, sums=SUMS) -> None:
-    """The rule of this file: one row with all replies and all tool outputs, each id as it was sampled, nothing else."""
+def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0, again: int = 0) -> None:
+    """The rule of this file: one row with all replies and all tool outputs, each id as it was sampled, nothing else.
+
+    echoes: the tiers of server.same_turn that the client's history is found by; again: replies in a request that was repeated.
+    """
     forest, tokenizer = ran.forest, ran.forest.chat.tokenizer
-    assert final in ran.out
+    assert FINAL in ran.out
     rows = forest.segments(Result(), 0, 0)
     trained = texts(forest)
     assert trained.count(say) == 1, trained
@@ -157,12 +202,12 @@ def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0, final: st
     for a, b, _ in row.replies[1:]:
         between.append(tokenizer.decode(row.tokens[last:a]))
         last = b
-    assert sums[0] in between[0] and all(s in between[1] for s in sums[1:]), between
+    assert SUMS[0] in between[0] and all(s in between[1] for s in SUMS[1:]), between
     assert TASK in tokenizer.decode(row.tokens[: row.replies[0][0]])
     counts = forest.counts
     tiers = {k.removeprefix("server/echo_"): n for k, n in counts.items() if k.startswith("server/echo_") and n}
     # each later request shows all replies before it, and each of them was found
-    assert set(tiers) == echoes and sum(tiers.values()) == len(say) * (len(say) - 1) / 2, tiers
+    assert set(tiers) == echoes and sum(tiers.values()) == len(say) * (len(say) - 1) // 2 + again, tiers
     assert not any(counts[f"server/{k}"] for k in ("rewritten", "replayed", "constrained")), counts
 
 
@@ -176,27 +221,27 @@ ANTHROPIC = {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "any"}
 
 @pytest.mark.parametrize("mode", [[], ["stream"]], ids=["whole", "stream"])
 def test_openai_chat_is_one_row(chat, tmp_path, mode):  # noqa: F811
-    ran = drive(chat, tmp_path, script(), python("openai_chat.py", *mode), OPENAI)
+    ran = drive(chat, tmp_path, script(), python("openai_chat.py", *mode), env=OPENAI)
     holds(ran, script(), {"T0"})
     assert ran.outside == []
 
 
 @pytest.mark.parametrize("mode", ["whole", "stream", "previous"])
 def test_openai_responses_are_one_row(chat, tmp_path, mode):  # noqa: F811
-    ran = drive(chat, tmp_path, script(), python("openai_responses.py", mode), OPENAI)
+    ran = drive(chat, tmp_path, script(), python("openai_responses.py", mode), env=OPENAI)
     holds(ran, script(), {"T0"})
     assert ran.outside == []
 
 
 @pytest.mark.parametrize("mode", [[], ["stream"]], ids=["whole", "stream"])
 def test_anthropic_messages_are_one_row(chat, tmp_path, mode):  # noqa: F811
-    ran = drive(chat, tmp_path, script(), python("anthropic_messages.py", *mode), ANTHROPIC)
+    ran = drive(chat, tmp_path, script(), python("anthropic_messages.py", *mode), env=ANTHROPIC)
     holds(ran, script(), {"T1"})
     assert ran.outside == []
 
 
 def test_anthropic_tool_runner_is_one_row(chat, tmp_path):  # noqa: F811
-    ran = drive(chat, tmp_path, script(), python("anthropic_runner.py"), ANTHROPIC)
+    ran = drive(chat, tmp_path, script(), python("anthropic_runner.py"), env=ANTHROPIC)
     holds(ran, script(), {"T1"})
     assert ran.outside == []
 
@@ -205,13 +250,13 @@ def test_anthropic_tool_runner_is_one_row(chat, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("mode,echoes", [("chat", {"T0", "T1"}), ("responses", {"T0"}), ("previous", {"T0"})])
 def test_openai_agents_is_one_row(chat, tmp_path, mode, echoes):  # noqa: F811
     env = OPENAI | {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
-    ran = drive(chat, tmp_path, script(), python("agents_runner.py", mode), env)
+    ran = drive(chat, tmp_path, script(), python("agents_runner.py", mode), env=env)
     holds(ran, script(), echoes)
     assert ran.outside == []
 
 
 def test_langgraph_is_one_row(chat, tmp_path):  # noqa: F811
-    ran = drive(chat, tmp_path, script(), python("langgraph_react.py"), OPENAI | {"LANGSMITH_TRACING": "false"})
+    ran = drive(chat, tmp_path, script(), python("langgraph_react.py"), env=OPENAI | {"LANGSMITH_TRACING": "false"})
     holds(ran, script(), {"T1"})
     assert ran.outside == []
 
@@ -228,40 +273,44 @@ LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     ],
 )
 def test_litellm_is_one_row(chat, tmp_path, model, env, echoes):  # noqa: F811
-    ran = drive(chat, tmp_path, script(), python("litellm_loop.py", model), LITELLM | env)
+    ran = drive(chat, tmp_path, script(), python("litellm_loop.py", model), env=LITELLM | env)
     holds(ran, script(), echoes)
     assert ran.outside == []
 
 
-def shell(name: str, key: str, **more):
-    """`adds` by a shell tool of this name whose command is the argument `key`."""
-    return lambda a, b: call(name, **{key: f"expr {a} + {b}"}, **more)
-
-
 def test_mini_swe_agent_is_one_row(chat, tmp_path):  # noqa: F811
-    add = shell("bash", "command")
     end = call("bash", command=f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo '{FINAL}'")
-    say = script(add, f"Done.{end}")
+    say = script(lambda a, b: call("bash", command=f"expr {a} + {b}"), f"Done.{end}")
     env = OPENAI | LITELLM | {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
     env |= {"MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
     command = [CLIENTS / "bin/mini", "-y", "--exit-immediately", "-m", "openai/policy", "-t", TASK]
-    ran = drive(chat, tmp_path, say, [*command, "-c", "mini.yaml", "-o", tmp_path / "out.json"], env)
+    ran = drive(chat, tmp_path, say, [*command, "-c", "mini.yaml", "-o", tmp_path / "out.json"], env=env)
     holds(ran, say, {"T0"})
     assert ran.outside == []
 
 
 @dataclass
 class Agent:
-    """A coding agent as it is started; {task} in its command is what it is asked, and `more` goes on with it."""
+    """A coding agent: how it is started and set up, and what is its own."""
 
     command: list
-    add: object  # the call of its shell that adds two numbers
-    echoes: set[str]  # how it echoes replies
+    shell: object  # (command) -> a call of its shell
+    look: object  # (path) -> a call of its tool that looks at a picture
+    delegate: object  # (task) -> a call of its tool that starts a sub-agent
+    resume: list  # the command that goes on with its last conversation
+    echoes: set[str]  # the tiers of its echoes
     env: dict
-    files: dict
+    files: dict = field(default_factory=dict)
     outside: int = 0  # hosts beyond loopback that no setting keeps it from asking for
-    titles: int = 0  # calls beside the conversation
-    more: tuple = ()
+    titles: int = 0  # calls beside each conversation
+
+    def add(self, a: int, b: int) -> str:
+        return self.shell(f"expr {a} + {b}")
+
+    def run(self, chat, folder, say, *commands, **more) -> Ran:  # noqa: F811
+        ran = drive(chat, folder, say, *(commands or [self.command]), env=self.env, files=self.files, **more)
+        assert len(ran.outside) <= self.outside, ran.outside
+        return ran
 
 
 BIN = CLIENTS / "node_modules/.bin"
@@ -280,43 +329,123 @@ plugins = false
 """
 
 
-def opencode(package: str, **change) -> Agent:
+def opencode(package: str) -> Agent:
     provider = {"npm": package, "options": {"baseURL": "{url}/v1", "apiKey": "any"}}
     provider["models"] = {"policy": {"limit": {"context": WINDOW, "output": 4096}}}
     config = {"provider": {"rollout": provider}, "model": "rollout/policy", "autoupdate": False, "share": "disabled"}
-    env = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_PURE": "1", "OPENCODE_CONFIG_CONTENT": json.dumps(config)}
-    add = shell("bash", "command", description="Adds")
-    # it installs its plugins' types in the background, and goes on when it cannot
-    return Agent([BIN / "opencode", "run", "{task}"], add, {"T1"}, env, {}, 1, 1, ("-c",))
+    return Agent(
+        [BIN / "opencode", "run", "{task}"],
+        lambda command: call("bash", command=command, description="Adds"),
+        lambda path: call("read", filePath=path),
+        lambda task: call("task", description="Adds", prompt=task, subagent_type="general"),
+        [BIN / "opencode", "run", "{task}", "-c"],
+        {"T1"},
+        {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_PURE": "1", "OPENCODE_CONFIG_CONTENT": json.dumps(config)},
+        outside=1,  # it installs the types of plugins in the background, and goes on when it cannot
+        titles=1,
+    )
 
 
+CLAUDE = [BIN / "claude", "-p", "{task}", "--model", "policy", "--allowedTools", "Bash"]
+EXEC = [BIN / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 AGENTS = {
     "claude": Agent(
-        [BIN / "claude", "-p", "{task}", "--model", "policy", "--allowedTools", "Bash"],
-        shell("Bash", "command", description="Adds"),
+        CLAUDE,
+        lambda command: call("Bash", command=command, description="Adds"),
+        lambda path: call("Read", file_path=path),
+        lambda task: call(
+            "Agent", description="Adds", prompt=task, subagent_type="general-purpose", run_in_background=False
+        ),
+        [*CLAUDE, "--continue"],
         {"T1"},
         ANTHROPIC | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
-        {},
-        more=("--continue",),
     ),
     "codex": Agent(
-        [BIN / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "{task}"],
-        shell("exec_command", "cmd"),
+        [*EXEC, "{task}"],
+        lambda command: call("exec_command", cmd=command),
+        lambda path: call("view_image", path=path),
+        lambda task: call("spawn_agent", message=task),
+        [*EXEC, "resume", "--last", "{task}"],
         {"T0"},
         {"OPENAI_API_KEY": "any"},
         {".codex/config.toml": CODEX},
-        more=("resume", "--last"),
     ),
     "opencode-chat": opencode("@ai-sdk/openai-compatible"),
     "opencode-responses": opencode("@ai-sdk/openai"),
     "opencode-messages": opencode("@ai-sdk/anthropic"),
 }
+FEW = ["claude", "codex", "opencode-chat"]
 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_coding_agent_is_one_row(chat, tmp_path, name):  # noqa: F811
     agent = AGENTS[name]
     say = script(agent.add)
-    ran = drive(chat, tmp_path, say, agent.command, agent.env, agent.files)
-    holds(ran, say, agent.echoes, agent.titles)
-    assert len(ran.outside) <= agent.outside, ran.outside
+    holds(agent.run(chat, tmp_path, say), say, agent.echoes, agent.titles)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_stream_that_breaks_is_asked_for_again_and_stays_one_row(chat, tmp_path, name):  # noqa: F811
+    """The engine fails after the stream has begun: Claude Code asks again without one, the others as before."""
+    agent = AGENTS[name]
+    first, *rest = script(agent.add)
+    ran = agent.run(chat, tmp_path, [first, RuntimeError("planted"), *rest])
+    holds(ran, [first, *rest], agent.echoes, agent.titles, again=1)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_conversation_that_a_second_process_takes_up_goes_on_in_its_row(chat, tmp_path, name):  # noqa: F811
+    agent = AGENTS[name]
+    say = [*script(agent.add, "Half."), *script(agent.add)]
+    ran = agent.run(chat, tmp_path, say, agent.command, agent.resume)
+    holds(ran, say, agent.echoes | {"T0"}, agent.titles)
+
+
+def wait_for(n: int):
+    """Codex waits for the agents that it names, by ids that it learns when they start."""
+    return lambda text: call("wait_agent", targets=[re.findall(r'"agent_id":"([0-9a-f-]+)"', text)[n]])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_sub_agents_at_the_same_time_are_rows_of_their_own(chat, tmp_path, name):  # noqa: F811
+    agent = AGENTS[name]
+    others = {f"Do part {i}.": [agent.add(i, i), f"Part {i} is ready."] for i in (1, 2)}
+    lines = [list(say) for say in others.values()]
+    main = [f"Both.{agent.delegate('Do part 1.')}{agent.delegate('Do part 2.')}", FINAL]
+    waits = [wait_for(0), wait_for(1)] if name == "codex" else []
+    ran = agent.run(chat, tmp_path, [main[0], *waits, main[1]], others=others)
+    rows = [row for row in texts(ran.forest) if row != [TITLE]]
+    (own,) = [row for row in rows if row[-1] == FINAL]
+    assert [own[0], own[-1], len(own)] == [*main, 2 + len(waits)] and FINAL in ran.out
+    assert sorted(row for row in rows if row is not own) == sorted(lines)
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEklEQVR4nGP4z8CAFWEXHbQSACj/P8Fu7N9hAAAAAElFTkSuQmCC"
+
+
+@pytest.mark.parametrize("name", ["claude", "codex", "opencode-responses", "opencode-messages"])
+def test_an_agent_that_looks_at_a_picture_goes_on(chat, tmp_path, name):  # noqa: F811
+    agent = AGENTS[name]
+    say = [agent.shell(f"echo {PIXEL} | base64 -d > x.png"), agent.look(str(tmp_path / "work/x.png")), FINAL]
+    ran = agent.run(chat, tmp_path, say)
+    (row,) = [r for r, t in zip(ran.forest.segments(Result(), 0, 0), texts(ran.forest)) if t == say]
+    assert "which this model cannot see" in chat.text(row.tokens) and FINAL in ran.out
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_ends_by_itself_when_its_rollout_has_ended(chat, tmp_path, name):  # noqa: F811
+    """Codex asks five times more, within seconds; none waits for a server that will not answer."""
+    agent = AGENTS[name]
+    began = time.monotonic()
+    ran = agent.run(chat, tmp_path, script(agent.add), code=1, closes=1)
+    assert "this rollout has ended" in ran.out + ran.err and time.monotonic() - began < 30
+
+
+def test_claude_code_that_compacts_its_context_goes_on_in_a_second_row(chat, tmp_path):  # noqa: F811
+    """The window is too small for the second long output. The summary is a branch, what follows it is a new beginning."""
+    agent = AGENTS["claude"]
+    long = agent.shell("seq 1 600")
+    summary = "<analysis>a</analysis>\n<summary>Sums were done.</summary>"
+    ran = agent.run(chat, tmp_path, [agent.add(1, 2), long, long, summary, agent.add(3, 4), FINAL], window=12000)
+    assert texts(ran.forest) == [[agent.add(1, 2), long, long], [summary], [agent.add(3, 4), FINAL]]
+    assert FINAL in ran.out

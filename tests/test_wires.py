@@ -657,3 +657,16 @@ def test_mutated_requests_raise_nothing_but_bad_request():
             refused += 1
             assert str(e)
     assert 200 < refused < 1900  # the mutations reach both sides
+
+
+def test_a_custom_call_and_any_call_s_output_are_read():
+    """No call's result may be lost in silence, whichever kind of tool a client has."""
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "*** raw"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "local_shell_call_output", "call_id": "c2", "output": "shown"},
+    ]
+    req = read_responses({"input": items}, {})
+    assert req.turns[1].calls == (Call("c1", "patch", "*** raw"),)
+    assert [(t.role, t.text, t.call) for t in req.turns[2:]] == [("tool", "done", "c1"), ("tool", "shown", "c2")]
