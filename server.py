@@ -929,8 +929,7 @@ class Answer:
     logprobs: list[tuple[str, float]] | None = None  # (token text, log-prob), only if a chat client asked for them
 
 
-ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
-ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error"}
+ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 NODE_IDS = ("", "chatcmpl-", "resp_", "msg_", "rs_", "enc_", "sig_")  # each stands before the node's id
 STREAMED = ("text", "thinking", "signature", "input", "summary", "content", "arguments")  # empty before the deltas
 
@@ -1085,9 +1084,8 @@ def _pieces(choice: dict) -> list[tuple]:
     deltas = [{k: message[k] for k in ("reasoning_content", "reasoning")}] if "reasoning" in message else []
     deltas.append({k: message[k] for k in ("content", NODE_KEY)})
     for at, call in enumerate(message.get("tool_calls", [])):
-        function = call["function"]
-        parts = call | {"function": _blank(function)}, {"function": {"arguments": function["arguments"]}}
-        deltas += [{"tool_calls": [{"index": at} | part]} for part in parts]
+        deltas.append({"tool_calls": [{"index": at} | call | {"function": _blank(call["function"])}]})
+        deltas.append({"tool_calls": [{"index": at, "function": {"arguments": call["function"]["arguments"]}}]})
     return [(delta,) for delta in deltas] + [({}, choice["logprobs"], choice["finish_reason"])]
 
 

@@ -430,14 +430,11 @@ def test_an_empty_completion_is_one_empty_text():
 ERRORS = [
     (400, "invalid_request_error", "BadRequestError", "BadRequestError"),
     (401, "authentication_error", "AuthenticationError", "AuthenticationError"),
-    (403, "permission_error", "PermissionDeniedError", "PermissionDeniedError"),
     (404, "not_found_error", "NotFoundError", "NotFoundError"),
     (410, "invalid_request_error", "APIStatusError", "APIStatusError"),
     (413, "request_too_large", "APIStatusError", "ContentTooLargeError"),
-    (429, "rate_limit_error", "RateLimitError", "RateLimitError"),
     (500, "api_error", "InternalServerError", "InternalServerError"),
     (503, "overloaded_error", "InternalServerError", "ServiceUnavailableError"),
-    (529, "overloaded_error", "InternalServerError", "OverloadedError"),
 ]
 
 
