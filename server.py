@@ -380,9 +380,8 @@ def read_responses(body, headers) -> Request:
     body = Fields(body)
     if body.get("conversation") is not None:
         raise BadRequest("conversation is not supported: send the items, or previous_response_id")
-    if isinstance(body.get("input"), str):
-        body["input"] = [{"role": "user", "content": body["input"]}] if body["input"] else []
-    turns = _response_turns(body.each("input"))
+    text = body.get("input")
+    turns = [In("user", text)] if isinstance(text, str) else _response_turns(body.each("input"))
     req = _request("responses", body, headers, turns, body.read("text", dict).read("format", dict))
     instructions = body.read("instructions")
     req.turns[:0] = [In("system", instructions)] if instructions else []
@@ -506,11 +505,10 @@ def _reply(parts) -> As:
 
 def _call(function: Fields, id_: str) -> Call:
     """A call whose arguments are a text, or an object in `input`."""
-    name, arguments = function.read("name"), function.read("arguments", str, dict) or function.read("input", str, dict)
+    name, raw = function.read("name"), function.read("arguments", str, dict) or function.read("input", str, dict)
     if not name:
         raise BadRequest(f"{function.where}.name must be a string")
-    arguments = arguments if isinstance(arguments, str) else arguments.dump()
-    return Call(id_, name, arguments, function.read("namespace"))
+    return Call(id_, name, raw if isinstance(raw, str) else raw.dump(), function.read("namespace"))
 
 
 def _chat_parts(m: Fields) -> list[Fields]:
