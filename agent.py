@@ -106,6 +106,7 @@ class CommandAgent(ChatAgent):
         self.command, self.reward = command, reward
 
     async def run(self, task: Task) -> float:
+        """Run the command to its end and grade it. Raises RuntimeError, with the end of its output, where it fails."""
         prompt, root = task.messages[-1]["content"], task.base_url.removesuffix("/v1")
         fill = {"{prompt}": prompt, "{model}": task.model, "{base_url}": task.base_url, "{api_key}": task.api_key}
         words = [re.sub("|".join(map(re.escape, fill)), lambda m: fill[m[0]], w) for w in shlex.split(self.command)]

@@ -1171,7 +1171,7 @@ class Server:
         return f"{number}-{hmac.new(self.secret, number.encode(), 'sha256').hexdigest()[:32]}"
 
     async def close(self, key: str) -> None:
-        """From here on requests get 410, which no SDK retries."""
+        """From here on requests get 410, which the Python SDKs do not retry."""
         await self.forests.pop(key).close()
 
     def start(self) -> None:
