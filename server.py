@@ -19,13 +19,14 @@ import base64
 import hashlib
 import hmac
 import json
+import marshal
 import math
 import re
 import secrets
 import socket
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -230,21 +231,16 @@ class Trace:
             experts = np.zeros((end, *rows.shape[1:]), rows.dtype)
             experts[: len(rows)] = rows
             ok = np.arange(end) < len(rows)
+        kinds = {"tokens": np.int32, "mask": bool, "logprobs": np.float32, "versions": np.int32}
+        rows = {name: np.asarray(getattr(self, name)[:end], kind) for name, kind in kinds.items()}
         return Segment(
-            np.asarray(self.tokens[:end], np.int32),
-            np.asarray(self.mask[:end], bool),
-            np.asarray(self.logprobs[:end], np.float32),
-            np.asarray(self.versions[:end], np.int32),
-            experts,
-            ok,
-            self.replies,
-            group_id,
-            rollout_id,
-            result.reward,
-            result.turn_rewards,
-            result.rewards,
-            result.info,
-            result.truncated,
+            **rows,
+            experts=experts,
+            experts_ok=ok,
+            replies=self.replies,
+            group_id=group_id,
+            rollout_id=rollout_id,
+            **vars(result),
         )
 
 
@@ -340,12 +336,12 @@ class Fields(dict):
             raise BadRequest(f"{where} must be {' or '.join(KINDS[k] for k in kinds)}")
         return Fields(value, where) if type(value) is dict else value
 
-    def each(self, key: str, kind: type = dict) -> list:
+    def each(self, key: str, kind: type = dict, start: int = 0) -> list:
         """Entries of a list, all of one kind. A string stands for a list of itself, or of one text."""
         values = self.read(key, list, str)
         if isinstance(values, str):
             values = [values if kind is str else {"text": values}]
-        entries = Fields({f"{key}[{i}]": v for i, v in enumerate(values)}, self.where)
+        entries = Fields({f"{key}[{i}]": values[i] for i in range(start, len(values))}, self.where)
         return [entries.read(k, kind) for k in entries]
 
     def count(self, key: str) -> int | None:
@@ -362,44 +358,42 @@ class Fields(dict):
             raise BadRequest(f"{self.where} is nested too deeply") from e
 
 
-def read_chat(body, headers) -> Request:
-    """Request of a Chat Completions body (parsed JSON) and its headers (a mapping). Raises BadRequest."""
-    body, turns = Fields(body), []
-    for m in body.each("messages"):
-        role = _role(m, CHAT_ROLES)
-        call = m.read("tool_call_id") if role == "tool" else ""
-        turns.append(_reply(_chat_parts(m)) if role == "assistant" else _input(role, m.each("content"), call))
+def read_chat(body, headers, past: deque | None = None) -> Request:
+    """Request of a Chat Completions body (parsed JSON) and its headers (a mapping). Raises BadRequest.
+
+    past: what `_turns` remembers of the requests before.
+    """
+    body = Fields(body)
+    turns = _turns(body, "messages", _chat_turns, past)
     req = _request("chat", body, headers, turns, body.read("response_format", dict))
     req.n = body.count("n") or 1
     req.include_usage = body.read("stream_options", dict).read("include_usage", bool)
     return req
 
 
-def read_responses(body, headers) -> Request:
+def read_responses(body, headers, past: deque | None = None) -> Request:
     """Request of a Responses body. `conversation` and item references need a store that is not here: BadRequest."""
     body = Fields(body)
     if body.get("conversation") is not None:
         raise BadRequest("conversation is not supported: send the items, or previous_response_id")
     text = body.get("input")
-    turns = [In("user", text)] if isinstance(text, str) else _response_turns(body.each("input"))
+    turns = [In("user", text)] if isinstance(text, str) else _turns(body, "input", _response_turns, past)
     req = _request("responses", body, headers, turns, body.read("text", dict).read("format", dict))
     instructions = body.read("instructions")
-    req.turns[:0] = [In("system", instructions)] if instructions else []
+    req.turns = [In("system", instructions), *req.turns] if instructions else req.turns
     req.include_encrypted = "reasoning.encrypted_content" in body.each("include", str)
     return req
 
 
-def read_messages(body, headers) -> Request:
+def read_messages(body, headers, past: deque | None = None) -> Request:
     """Request of an Anthropic Messages body. A server-side thread raises the error that makes the SDK do without."""
-    body, turns = Fields(body), []
+    body = Fields(body)
     if body.get("thread") not in (None, False):
         raise BadRequest("thread is not supported: send the whole history", "thread_unsupported_request")
-    for m in body.each("messages"):
-        role, blocks = _role(m, ROLES), m.each("content")
-        turns += [_reply(blocks)] if role == "assistant" else _message_turns(role, blocks)
+    turns = _turns(body, "messages", _message_turns, past)
     req = _request("messages", body, headers, turns, body.read("output_config", dict).read("format", dict))
     system = _input("system", [p for p in body.each("system") if not _text(p).startswith(BILLING)])
-    req.turns[:0] = [system] if system.text else []
+    req.turns = [system, *req.turns] if system.text else req.turns
     return req
 
 
@@ -420,6 +414,20 @@ def _request(wire: str, body: Fields, headers, turns: list[In | As], form: Field
     req.max_tokens = body.count("max_completion_tokens") or body.count("max_output_tokens") or body.count("max_tokens")
     req.stop = [s for s in body.each("stop", str) + body.each("stop_sequences", str) if s]
     return req
+
+
+def _turns(body: Fields, key: str, read, past: deque | None) -> list[In | As]:
+    """Turns of a list. Clients resend their history whole: where `past` has a list that this one begins with, the turns of that
+    are taken as they are, and only the rest is read."""
+    raw = marshal.dumps(body.get(key), 2)[5:]  # the entries one after the other, behind the list's kind and length
+    if past is None or type(body.get(key)) is not list:
+        return read(body.each(key))
+    known = [(n, turns) for wire, old, n, turns in past if wire is read and raw.startswith(old)]
+    n, turns = max(known, key=lambda k: k[0], default=(0, []))
+    turns = turns + read(body.each(key, start=n))
+    if turns and isinstance(turns[-1], In):  # more may be said to an unfinished turn of the assistant
+        past.append((read, raw, len(body[key]), turns))
+    return turns
 
 
 def _role(message: Fields, roles: dict) -> str:
@@ -511,6 +519,15 @@ def _call(function: Fields, id_: str) -> Call:
     return Call(id_, name, raw if isinstance(raw, str) else raw.dump(), function.read("namespace"))
 
 
+def _chat_turns(messages: list[Fields]) -> list[In | As]:
+    turns = []
+    for m in messages:
+        role = _role(m, CHAT_ROLES)
+        call = m.read("tool_call_id") if role == "tool" else ""
+        turns.append(_reply(_chat_parts(m)) if role == "assistant" else _input(role, m.each("content"), call))
+    return turns
+
+
 def _chat_parts(m: Fields) -> list[Fields]:
     """A message and its calls, as `_reply` takes them."""
     # litellm moves the fields that it does not know
@@ -537,7 +554,15 @@ def _response_input(item: Fields) -> In:
     return _input(_role(item, ROLES), item.each("content"))
 
 
-def _message_turns(role: str, blocks: list[Fields]) -> list[In]:
+def _message_turns(messages: list[Fields]) -> list[In | As]:
+    turns = []
+    for m in messages:
+        role, blocks = _role(m, ROLES), m.each("content")
+        turns += [_reply(blocks)] if role == "assistant" else _message_inputs(role, blocks)
+    return turns
+
+
+def _message_inputs(role: str, blocks: list[Fields]) -> list[In]:
     """Turns of a message that is not the assistant's: in the order of its blocks, tool results and what stands between."""
     turns = []
     for result, run in groupby(blocks, lambda b: b.read("type") == "tool_result"):
@@ -622,6 +647,7 @@ def _scalar(value) -> str:
 # ---- The forest: a rollout's requests, each attached to the node that its history ends with
 
 TIERS = ("T2b", "T2a", "T1", "T0")  # what counts as the same turn, the surest last
+RECENT = 8  # histories that go on at the same time, as those of sub-agents
 YOUNG = 60.0  # seconds in which an SDK that counts its retries still means the same request
 
 
@@ -636,6 +662,7 @@ class Node:
     base: "Node | None" = None  # whose ids this node's follow: the parent, or None where the template rewrites the past
     start: int = 0  # tokens of the base's path, its reply included
     tokens: list[int] = field(default_factory=list)  # context between the base's reply and this one
+    whole: list[int] | None = None  # ids(), held by the last node of a path only
     known: int = 0  # leading tokens of the path whose experts were captured
     reply: Reply | None = None  # None while it runs
     turn: As | None = None  # the reply as a client gets it
@@ -665,7 +692,7 @@ class Node:
 
     def ids(self) -> list[int]:
         """Prompt and reply, from the first token on."""
-        return [i for n in self.path() for part in (n.tokens, n.reply.tokens.tolist() if n.reply else ()) for i in part]
+        return self.whole or [i for n in self.path() for part in (n.tokens, n.reply.tokens.tolist()) for i in part]
 
 
 class Forest:
@@ -679,6 +706,7 @@ class Forest:
         self.chat, self.generate, self.parse, self.max_turns = chat, generate, parse, max_turns
         self.max_tokens, self.max_context, self.sampling = max_tokens, max_context, sampling
         self.places: dict[tuple, list[Node]] = {}
+        self.past, self.matched = deque(maxlen=RECENT), deque(maxlen=RECENT)  # of the latest requests: _turns, attach
         self.tools: dict[str, list[dict]] = {}
         self.anchors: dict[str, Node] = {}
         self.calls: dict[str, tuple[str, str]] = {}  # minted call id -> (id in the prompt, name)
@@ -693,8 +721,11 @@ class Forest:
             req.turns = req.turns[:-1]  # what a client kept of a reply whose stream broke: it asks for the whole again
         tools = hashlib.sha256(json.dumps(req.tools).encode()).hexdigest() if req.tools else ""
         req.tools = self.tools.setdefault(tools, req.tools)  # one copy, not one of each turn
-        node, since = None, []
-        for at, turn in enumerate(req.turns, 1):
+        # resent turns are the very objects of `_turns`, which makes comparing them cheap
+        same = [m for m in self.matched if m[1] == tools and req.turns[: len(m[0])] == m[0]]
+        old, _, node, since = max(same, key=lambda m: len(m[0]), default=((), "", None, ()))
+        since = list(since)
+        for at, turn in enumerate(req.turns[len(old) :], len(old) + 1):
             if isinstance(turn, As):
                 # the last turn is never matched: a client that sends one begins the reply itself
                 place = (node.id if node else "", tools, tuple(since))
@@ -703,6 +734,8 @@ class Forest:
                     continue
                 turn = replace(turn, anchors=())  # what is foreign here is told by its words alone
             since.append(turn)
+        if req.turns and isinstance(req.turns[-1], In):
+            self.matched.append((req.turns, tools, node, since))
         return node, (node.id if node else "", tools, tuple(since))
 
     def _child(self, place: tuple, echo: As) -> Node | None:
@@ -736,9 +769,9 @@ class Forest:
 
     def answer(self, req: Request) -> list[Node]:
         """Nodes that answer a request, `req.n` of them; done, or running with their `task`. Raises BadRequest."""
-        if any(t.images for t in req.turns if isinstance(t, In) and t.role != "tool"):
-            raise BadRequest("this model reads text only: the request holds an image")
         node, place = self.attach(req)
+        if any(t.images for t in place[2] if isinstance(t, In) and t.role != "tool"):
+            raise BadRequest("this model reads text only: the request holds an image")
         if node:
             node.acked = True
         nodes = []
@@ -769,8 +802,8 @@ class Forest:
             raise self._too_long(least)
         node = Node(uuid.uuid4().hex, place, req, parent)
         node.base, node.tokens = self._prompt(parent, place[2], req)
-        ids = node.ids()
-        node.start = len(ids) - len(node.tokens)
+        before = node.base.ids() if node.base else []
+        node.start, ids = len(before), before + node.tokens
         room = self.max_context - len(ids)
         if room < 1:
             raise self._too_long(len(ids))
@@ -841,7 +874,9 @@ class Forest:
             self.calls[call.id] = (own[call.name, call.arguments] or short(call.id), call.name)
         node.reasoned = bool(reasoning) or bool(node.base and node.base.reasoned)
         node.known = known + (0 if reply.experts is None else len(reply.experts))
-        node.reply, node.ended = reply, time.monotonic()
+        node.reply, node.ended, node.whole = reply, time.monotonic(), ids + reply.tokens.tolist()
+        if node.base:
+            node.base.whole = None
         self.anchors |= {a: node for a in node.turn.anchors}
         self.nodes.append(node)
         self.counts["server/constrained"] += node.request.constrained
@@ -1212,7 +1247,7 @@ class Server:
         read = READERS.get("messages" if counts else route)
         if method != "POST" or not read:
             raise BadRequest(f"there is no {method} /{route} here", "not_found", 404)
-        req = read(await self._body(receive), headers)
+        req = read(await self._body(receive), headers, forest.past)
         req.model = req.model or self.model
         if counts:
             return await self._send(send, 200, {"input_tokens": forest.count(req)})

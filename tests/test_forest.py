@@ -1,8 +1,10 @@
 """server.py: where each request attaches, what is recorded once, and which rows come out. Scripted engine, no connections."""
 
 import asyncio
+import copy
 import json
 import re
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -71,13 +73,22 @@ class Client:
     async def ask(self, *new, keep=True, delivered=True, headers=(), **body):
         """Send the history with `new` messages; the reply's node. `keep` adds its echo to the history."""
         history = [*self.messages, *[{"role": "user", "content": m} if isinstance(m, str) else m for m in new]]
-        (node,) = self.forest.answer(read_chat({"messages": history} | body, dict(headers)))
+        body |= {"messages": history}
+        place = self.place(read_chat(body, dict(headers)))
+        (node,) = self.forest.answer(read_chat(body, dict(headers), self.forest.past))
+        assert node.place == place
         await asyncio.wait([node.task])
         node.task.result()
         self.forest.left(node, delivered, 0)
         if keep:
             self.messages = [*history, echo(node)]
         return node
+
+    def place(self, req):
+        """Where a request attaches by a walk from its first turn, nothing remembered."""
+        forest = copy.copy(self.forest)
+        forest.matched, forest.counts = deque(), Counter()
+        return forest.attach(req)[1]
 
     def rows(self, reward=1.0):
         return self.forest.segments(Result(reward=reward), 0, 0)

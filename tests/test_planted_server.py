@@ -7,7 +7,7 @@ import test_forest as suite
 from test_forest import chat  # noqa: F401
 
 import server
-from server import Chat, Forest, Node
+from server import Chat, Forest, In, Node
 
 
 def retokenised(self):
@@ -43,6 +43,15 @@ def one_place_for_all(self, req):
     return node, (before, tools, since[:1])
 
 
+def remembered_by_length(body, key, read, past):
+    """A history is taken for the one before as far as that went, whatever it says."""
+    n, turns = past[-1][2:] if past else (0, [])
+    turns = turns + read(body.each(key, start=n)) if n < len(body[key]) else read(body.each(key))
+    if past is not None and turns and isinstance(turns[-1], In):
+        past.append((read, b"", len(body[key]), turns))
+    return turns
+
+
 BUGS = {
     "retokenise a reply": (Node, "ids", retokenised, ["a_conversation_is_one_row"]),
     "drop all but the last new message": (Forest, "_prompt", last_message_only, ["all_new_messages"]),
@@ -62,6 +71,7 @@ BUGS = {
         lambda self, node, req: True,
         ["a_repeated_request"],
     ),
+    "remember a history by its length": (server, "_turns", remembered_by_length, ["a_changed_beginning"]),
     "train a shared prefix twice": (set, None, None, ["a_changed_beginning"]),
     "let text close a turn": (Chat, "plain", lambda self, value: value, ["characters_of_a_special_token"]),
 }

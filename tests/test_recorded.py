@@ -51,7 +51,7 @@ def test_every_recorded_request_attaches_where_it_should(name, chat, monkeypatch
             forest.parse = lambda *_, sent=sent: (None, "", [("", c.name, c.arguments) for c in sent.calls])
             engine.script = ["x"]
             try:
-                (node,) = forest.answer(reader(body, headers))
+                (node,) = forest.answer(reader(body, headers, forest.past))
             except BadRequest:
                 nodes.append(None)
                 parents.append("refused")

@@ -7,6 +7,7 @@ import base64
 import copy
 import json
 import random
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -670,3 +671,56 @@ def test_a_custom_call_and_any_call_s_output_are_read():
     req = read_responses({"input": items}, {})
     assert req.turns[1].calls == (Call("c1", "patch", "*** raw"),)
     assert [(t.role, t.text, t.call) for t in req.turns[2:]] == [("tool", "done", "c1"), ("tool", "shown", "c2")]
+
+
+def changed(rng, body):
+    """A later request of some client: its list goes on, is cut, or differs in one value, perhaps in the type alone."""
+    body = copy.deepcopy(body)
+    key = "input" if isinstance(body.get("input"), list) else "messages"
+    if not isinstance(entries := body.get(key), list) or not entries:
+        return body
+    kind = rng.randrange(4)
+    if kind == 0:
+        del entries[rng.randint(1, len(entries)) :]
+    elif kind == 1:
+        entries += copy.deepcopy(entries[-rng.randint(1, len(entries)) :])
+    elif kind == 2:
+        holder, at = rng.choice(places(entries))
+        if not isinstance(holder[at], (dict, list)):
+            holder[at] = rng.choice([True, 1, 1.0, "1", None, "x"])
+    return body
+
+
+def outcome(read, *args):
+    try:
+        return read(*args)
+    except BadRequest as e:
+        return str(e)
+
+
+def test_what_was_read_before_is_read_no_differently_again():
+    """Requests of many histories in turn, each read with what is remembered of those before, and read afresh."""
+    rng, past = random.Random(5), deque(maxlen=8)
+    bodies = [request(e) for d in RECORDED.values() for e in d["exchanges"]]
+    resumed = 0
+    for _ in range(3000):
+        at = rng.randrange(len(bodies))
+        read, body, headers = bodies[at]
+        body = changed(rng, body)
+        if rng.random() < 0.3:
+            bodies[at] = (read, body, headers)
+        known = {id(t) for *_, turns in past for t in turns}
+        got, fresh = outcome(read, body, headers, past), outcome(read, body, headers)
+        assert got == fresh and repr(got) == repr(fresh)  # repr: in Python True == 1 == 1.0
+        resumed += not isinstance(got, str) and any(id(t) in known for t in got.turns)
+    assert resumed > 300
+
+
+def test_the_values_of_a_history_that_equal_each_other_only_in_python_are_told_apart():
+    past = deque()
+    for value in (1, True, 1.0, "1"):
+        said = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": value}}]}
+        history = [{"role": "user", "content": "q"}, said, {"role": "user", "content": "r"}]
+        req = read_messages({"messages": history}, {}, past)
+        assert json.loads(req.turns[1].calls[0].arguments) == {"a": value}
+        assert req.turns[1].calls[0].arguments == json.dumps({"a": value})
