@@ -2,7 +2,10 @@
 
 An agent is a class named `Agent` in a file of the user's, given by --agent. An `Env` is the simplest kind: the policy speaks,
 the environment answers, as in Gymnasium. A `ChatAgent` is any program that speaks to an OpenAI or Anthropic API; with
---agent_cmd it is a whole command line. The `Agent` at the end of this file is the default, a calculator game to copy and edit. A run of an agent on one prompt is a rollout; what the policy sampled in it is kept as `Segment`s, one training row each.
+--agent_cmd it is a whole command line. The `Agent` at the end of this file is the default, a calculator game to copy and edit.
+
+A run of an agent on one prompt is a rollout. A `Trace` grows from the engine's replies, whose ids are kept as they were sampled,
+and ends as a `Segment`, one training row.
 
 This module knows nothing of models, engines or servers. It imports numpy only, so that an agent can be tried by hand:
 
@@ -188,6 +191,73 @@ def digest(prompt: np.ndarray, reply: np.ndarray, logprobs: np.ndarray, versions
         h.update(len(array).to_bytes(8, "little"))
         h.update(np.ascontiguousarray(array, dtype).tobytes())
     return h.digest()
+
+
+@dataclass
+class Reply:
+    """What an engine sampled for one request. N = sampled tokens, P = prompt tokens, L = MoE layers, K = top-k."""
+
+    tokens: np.ndarray  # int32 [N], the stop token included
+    logprobs: np.ndarray  # float32 [N], after temperature
+    versions: np.ndarray  # int32 [N]
+    digest: bytes  # of (prompt, tokens, logprobs, versions), made where they were sampled
+    finish: str  # "stop", "length" or "abort"
+    experts: np.ndarray | None = None  # uint8/16 [P + N - 1 - start, L, K], rows from the first token not known before
+
+
+class Trace:
+    """One sequence that only grows: the prompt, then replies and what the environment put between them."""
+
+    def __init__(self, opening: list[int]):
+        self.tokens, self.mask, self.logprobs, self.versions = list(opening), [], [], []
+        self.experts, self.replies = [], []
+        self._pad()
+
+    def _pad(self) -> None:
+        """Context is not the policy's: no mask, no log-prob, no version."""
+        n = len(self.tokens) - len(self.mask)
+        self.mask += [False] * n
+        self.logprobs += [0.0] * n
+        self.versions += [-1] * n
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def known(self) -> int:
+        """Number of leading tokens whose experts were captured; an engine need not send them again."""
+        return sum(len(e) for e in self.experts)
+
+    def context(self, ids: list[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self.tokens += ids
+        self._pad()
+
+    def reply(self, r: Reply, owned: bool = True) -> None:
+        """Append an engine's reply exactly as it was sampled; one that another row owns is context here."""
+        start = len(self.tokens)
+        if r.experts is not None:
+            self.experts.append(r.experts)
+        if not owned:
+            return self.context(r.tokens.tolist())
+        self.tokens += r.tokens.tolist()
+        self.mask += [True] * len(r.tokens)
+        self.logprobs += r.logprobs.tolist()
+        self.versions += r.versions.tolist()
+        self.replies.append((start, len(self.tokens), r.digest))
+        return None
+
+    def segment(self, result: Result, group_id: int, rollout_id: int) -> Segment:
+        """The training row, up to the last sampled token."""
+        end, experts, ok = self.replies[-1][1], None, None
+        if self.experts:
+            rows = np.concatenate(self.experts)[:end]  # [known, L, K]
+            experts = np.zeros((end, *rows.shape[1:]), rows.dtype)
+            experts[: len(rows)] = rows
+            ok = np.arange(end) < len(rows)
+        kinds = {"tokens": np.int32, "mask": bool, "logprobs": np.float32, "versions": np.int32}
+        rows = {name: np.asarray(getattr(self, name)[:end], kind) for name, kind in kinds.items()}
+        rows |= dict(experts=experts, experts_ok=ok, replies=self.replies, group_id=group_id, rollout_id=rollout_id)
+        return Segment(**rows, **vars(result))
 
 
 def load_agent(path: str, command: str = "", reward: str = "") -> Callable[[], Env | ChatAgent]:

@@ -24,8 +24,8 @@ from types import SimpleNamespace
 import numpy as np
 import ray
 
-from agent import ChatAgent, Result, Segment, Task, digest, load_agent
-from server import Chat, Forest, Reply, Server, Trace
+from agent import ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
+from server import Chat, Forest, Server
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
 

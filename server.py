@@ -1,8 +1,8 @@
 """Capture: any agent's requests in, token-exact segments out.
 
 `Chat` holds a model's chat template: it encodes an opening once, and later only the run of new messages that follows a reply,
-with the template's own bytes between them. `Trace` grows one sequence from engine replies and such runs; its sampled ids are
-never decoded and encoded again. Text is made from ids for the agent only.
+with the template's own bytes between them. Sampled ids are never decoded and encoded again; text is made from them for the
+agent only.
 
 `read_chat`, `read_responses` and `read_messages` bring a request of each wire into one canonical form, and `same_turn` says how
 an assistant turn that a client echoes relates to the one that it was sent; both serve to compare histories only. `Forest` keeps
@@ -31,27 +31,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
-import numpy as np
 import uvicorn
 
-from agent import Result, Segment
+from agent import Reply, Result, Segment, Trace
 
 SENTINEL = "\u2042instar\u2042"  # stands for a reply while the template is rendered around it
 THOUGHT = "\u2042thought\u2042"  # stands for its reasoning
 PLAIN = "\ufdd0"  # no character of any text; stands around what only looks like a special token
 CALL = "abcdefghi"  # a tool-call id that the strictest template takes
-
-
-@dataclass
-class Reply:
-    """What an engine sampled for one request. N = sampled tokens, P = prompt tokens, L = MoE layers, K = top-k."""
-
-    tokens: np.ndarray  # int32 [N], the stop token included
-    logprobs: np.ndarray  # float32 [N], after temperature
-    versions: np.ndarray  # int32 [N]
-    digest: bytes  # of (prompt, tokens, logprobs, versions), made where they were sampled
-    finish: str  # "stop", "length" or "abort"
-    experts: np.ndarray | None = None  # uint8/16 [P + N - 1 - start, L, K], rows from the first token not known before
 
 
 class Chat:
@@ -180,68 +167,6 @@ class Chat:
         ids = self.encode(tail[0])
         kept = head.startswith(self.render(history, tools)) and (not reasoned or THOUGHT in head)
         return (ids[1:] if ids and ids[0] == last else ids), kept
-
-
-class Trace:
-    """One sequence that only grows: the prompt, then replies and what the environment put between them."""
-
-    def __init__(self, opening: list[int]):
-        self.tokens, self.mask, self.logprobs, self.versions = list(opening), [], [], []
-        self.experts, self.replies = [], []
-        self._pad()
-
-    def _pad(self) -> None:
-        """Context is not the policy's: no mask, no log-prob, no version."""
-        n = len(self.tokens) - len(self.mask)
-        self.mask += [False] * n
-        self.logprobs += [0.0] * n
-        self.versions += [-1] * n
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def known(self) -> int:
-        """Number of leading tokens whose experts were captured; an engine need not send them again."""
-        return sum(len(e) for e in self.experts)
-
-    def context(self, ids: list[int]) -> None:
-        """Append tokens that the policy did not sample."""
-        self.tokens += ids
-        self._pad()
-
-    def reply(self, r: Reply, owned: bool = True) -> None:
-        """Append an engine's reply exactly as it was sampled; one that another row owns is context here."""
-        start = len(self.tokens)
-        if r.experts is not None:
-            self.experts.append(r.experts)
-        if not owned:
-            return self.context(r.tokens.tolist())
-        self.tokens += r.tokens.tolist()
-        self.mask += [True] * len(r.tokens)
-        self.logprobs += r.logprobs.tolist()
-        self.versions += r.versions.tolist()
-        self.replies.append((start, len(self.tokens), r.digest))
-        return None
-
-    def segment(self, result: Result, group_id: int, rollout_id: int) -> Segment:
-        """The training row, up to the last sampled token."""
-        end, experts, ok = self.replies[-1][1], None, None
-        if self.experts:
-            rows = np.concatenate(self.experts)[:end]  # [known, L, K]
-            experts = np.zeros((end, *rows.shape[1:]), rows.dtype)
-            experts[: len(rows)] = rows
-            ok = np.arange(end) < len(rows)
-        kinds = {"tokens": np.int32, "mask": bool, "logprobs": np.float32, "versions": np.int32}
-        rows = {name: np.asarray(getattr(self, name)[:end], kind) for name, kind in kinds.items()}
-        return Segment(
-            **rows,
-            experts=experts,
-            experts_ok=ok,
-            replies=self.replies,
-            group_id=group_id,
-            rollout_id=rollout_id,
-            **vars(result),
-        )
 
 
 # ---- The canonical form of requests: what a client's history says, without the way in which its wire says it
@@ -758,9 +683,8 @@ class Forest:
         """Put the history of previous_response_id before the new items; the instructions are this request's own."""
         node = self.anchors.get(req.previous)
         if not node:
-            raise BadRequest(
-                f"previous_response_id {req.previous} is not known to this rollout", "previous_response_not_found"
-            )
+            code = "previous_response_not_found"
+            raise BadRequest(f"previous_response_id {req.previous} is not known to this rollout", code)
         own = [t for t in req.turns[:1] if isinstance(t, In) and t.role == "system"]
         old = node.history()
         if own and isinstance(old[0], In) and old[0].role == "system":
@@ -845,14 +769,9 @@ class Forest:
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if turn.calls:
-            message["tool_calls"] = [
-                {
-                    "id": self.calls.get(c.id, (short(c.id),))[0],
-                    "type": "function",
-                    "function": {"name": c.name, "arguments": self.chat.spelled(c)},
-                }
-                for c in turn.calls
-            ]
+            ids = [self.calls.get(c.id, (short(c.id),))[0] for c in turn.calls]
+            functions = [{"name": c.name, "arguments": self.chat.spelled(c)} for c in turn.calls]
+            message["tool_calls"] = [dict(id=i, type="function", function=f) for i, f in zip(ids, functions)]
         return message
 
     async def _sample(self, node: Node, ids: list[int], limit: int) -> None:
@@ -1242,7 +1161,7 @@ class Server:
             raise BadRequest("there are no WebSockets here: use HTTP", status=426)
         forest = self._forest(key, headers)
         if method == "GET" and (route == "models" or route.startswith("models/")):
-            return await self._send(send, 200, self._models(route, headers, forest))
+            return await self._send(send, 200, self._models(route, forest.max_context))
         counts = route == "messages/count_tokens"
         read = READERS.get("messages" if counts else route)
         if method != "POST" or not read:
@@ -1267,19 +1186,12 @@ class Server:
             raise BadRequest("this rollout has ended", "rollout_ended", 410)
         return self.forests[named[0]]
 
-    def _models(self, route: str, headers: dict, forest: Forest) -> dict:
-        extra = {"max_model_len": forest.max_context}
-        if "anthropic-version" in headers:
-            model = {
-                "id": self.model,
-                "type": "model",
-                "display_name": self.model,
-                "created_at": "2026-01-01T00:00:00Z",
-            }
-            page = {"has_more": False, "first_id": self.model, "last_id": self.model}
-        else:
-            model, page = {"id": self.model, "object": "model", "created": 0, "owned_by": "instar"}, {"object": "list"}
-        return model | extra if "/" in route else page | {"data": [model | extra]}
+    def _models(self, route: str, max_context: int) -> dict:
+        """The policy as both providers describe a model, each with fields that the other's clients do not read."""
+        model = dict(id=self.model, object="model", type="model", display_name=self.model, owned_by="instar", created=0)
+        model |= dict(created_at="1970-01-01T00:00:00Z", max_model_len=max_context)
+        page = dict(object="list", has_more=False, first_id=self.model, last_id=self.model, data=[model])
+        return model if "/" in route else page
 
     async def _body(self, receive):
         chunks, size, more = [], 0, True

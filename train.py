@@ -46,13 +46,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from agent import InvariantError, Result, Segment, load_agent
+from agent import InvariantError, Result, Segment, Trace, load_agent
 from estimator import ESTIMATORS, GROUP_ESTIMATORS, Batch
 from loss import LOSSES, aggregate, correction, counted, gap
 from refit import Refit
 from replay import Replay, check_identity, pack, plan
 from rollout import launch, load_rows
-from server import Chat, Trace
+from server import Chat
 
 # Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
 

@@ -186,8 +186,8 @@ def server() -> dict:
     """A scripted engine behind the real server: many sessions at once, and one of 128 turns whose client resends all of it."""
     from transformers import AutoTokenizer
 
-    from agent import Result
-    from server import Chat, Forest, Reply, Server
+    from agent import Reply, Result
+    from server import Chat, Forest, Server
 
     chat = Chat(AutoTokenizer.from_pretrained("examples/starter"))
     said = [*chat.encode("a reply of some words, as agents say them"), chat.tokenizer.eos_token_id]

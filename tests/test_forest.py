@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from agent import Result, digest
-from server import NODE_KEY, BadRequest, Chat, Forest, Reply, read_chat, read_messages, read_responses
+from agent import Reply, Result, digest
+from server import NODE_KEY, BadRequest, Chat, Forest, read_chat, read_messages, read_responses
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import rollout
-from agent import Agent, ChatAgent, Env, Result, Segment, Task, digest
+from agent import Agent, ChatAgent, Env, Reply, Result, Segment, Task, digest
 from rollout import Engine, EngineFault, Line, Rollout, Rollouts, Runner, TooManyFailed, load_rows, play, stamp
-from server import Chat, Reply
+from server import Chat
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from agent import Result, digest
-from server import Chat, Reply, Trace
+from agent import Reply, Result, Trace, digest
+from server import Chat
 
 QUESTION = [{"role": "user", "content": "What is 17+25?"}]
 

@@ -9,9 +9,8 @@ import torch
 
 import refit
 import train
-from agent import InvariantError, Result
+from agent import InvariantError, Result, Trace
 from replay import pack
-from server import Trace
 
 pytestmark = pytest.mark.e2e
 BAR = 1e-5  # fp32

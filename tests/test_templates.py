@@ -12,8 +12,8 @@ from jinja2 import TemplateError
 from test_forest import TOOL, Client, Engine
 from transformers import AutoTokenizer
 
-from agent import digest
-from server import As, Call, Chat, Reply, read_chat
+from agent import Reply, digest
+from server import As, Call, Chat, read_chat
 
 # special tokens of each template; the first ends a turn, "" where only the next header does
 TEMPLATES = {
