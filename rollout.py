@@ -25,7 +25,7 @@ import numpy as np
 import ray
 
 from agent import ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
-from server import Chat, Forest, Server
+from server import BadRequest, Chat, Forest, Request, Server
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
 
@@ -98,15 +98,23 @@ class Engine:
             self.tasks[name].cancel()
 
     async def generate(
-        self, name: str, ids: list[int], max_tokens: int, known: int = 0, temperature: float | None = None, stop=()
+        self,
+        name: str,
+        ids: list[int],
+        max_tokens: int,
+        known=0,
+        temperature: float | None = None,
+        stop=(),
+        grammar=None,
     ) -> Reply:
         """Sample one reply to `ids`. Waits while the engine is closed; a pause keeps the request.
 
-        name: unique among running requests; known: leading tokens whose expert rows the caller already has.
+        name: unique among running requests; known: leading tokens whose expert rows the caller already has; grammar: a dict
+        for vLLM's StructuredOutputsParams, which the reply is kept to.
         """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         await self.released.wait()
         params = SamplingParams(
@@ -116,6 +124,7 @@ class Engine:
             flat_logprobs=True,
             detokenize=bool(stop),  # text is made here only to find the strings that end a reply
             stop=list(stop),
+            structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
             output_kind=RequestOutputKind.FINAL_ONLY,  # merged deltas lose expert rows and blur versions
             routed_experts_prompt_start=known if self.cfg.replay_experts else 0,
         )
@@ -260,10 +269,10 @@ class Line:
         self.outbox, self.waiting = [], {}
         self.sender = self.receiver = None
 
-    async def generate(self, name: str, ids: list[int], max_tokens: int, known: int, stop=()) -> Reply:
+    async def generate(self, name: str, ids: list[int], max_tokens: int, known: int, stop=(), grammar=None) -> Reply:
         """Engine.generate. Raises EngineFault when the engine or the way to it is broken."""
         future = self.waiting[name] = asyncio.get_running_loop().create_future()
-        self.outbox.append((name, ids, max_tokens, known, None, stop))
+        self.outbox.append((name, ids, max_tokens, known, None, stop, grammar))
         if not self.sender or self.sender.done():
             self.sender = asyncio.create_task(self.loop(self.send, self.outbox))
         if not self.receiver or self.receiver.done():
@@ -313,7 +322,11 @@ class Runner:
         self.cfg, self.lines = cfg, [Line(e) for e in engines]
         self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
         self.agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
-        self.server, self.parse = Server(os.path.basename(cfg.model), cfg.server_host, cfg.linger), None
+        self.server, self.parse, self.grammar = (
+            Server(os.path.basename(cfg.model), cfg.server_host, cfg.linger),
+            None,
+            None,
+        )
         self.threads = ThreadPoolExecutor(256)  # a hung tool blocks its own episode only
 
     async def call(self, method, *args):
@@ -331,10 +344,10 @@ class Runner:
         line, turns, start = self.lines[group_id % len(self.lines)], itertools.count(), time.perf_counter()
         broken = []
 
-        async def generate(ids, max_tokens, known, stop=()):
+        async def generate(ids, max_tokens, known, stop=(), grammar=None):
             name = f"{rollout_id}.{attempt}.{next(turns)}"
             try:
-                return await line.generate(name, ids, max_tokens, known, stop)
+                return await line.generate(name, ids, max_tokens, known, stop, grammar)
             except EngineFault as e:
                 broken.append(e)
                 raise
@@ -361,11 +374,12 @@ class Runner:
         """One rollout of a ChatAgent: it runs against the server, under a key of its own. What it raises is its fault, unless
         it had been told that a limit was reached."""
         if not self.parse:
-            self.parse = parser(self.cfg, self.chat)
+            self.parse, self.grammar = parser(self.cfg, self.chat)
             self.server.start()
         cfg = self.cfg
         own = {"temperature": cfg.temperature, "top_p": 1.0, "top_k": -1}
-        forest = Forest(self.chat, generate, self.parse, cfg.max_tokens, cfg.max_context, own, cfg.max_turns)
+        limits = cfg.max_tokens, cfg.max_context, own, cfg.max_turns
+        forest = Forest(self.chat, generate, self.parse, *limits, self.grammar, cfg.preserve)
         task.api_key, task.model = self.server.open(forest), self.server.model
         host = self.server.host if self.server.host != "0.0.0.0" else ray.util.get_node_ip_address()
         task.base_url = f"http://{host}:{self.server.port}/r/{task.api_key}/v1"
@@ -400,7 +414,8 @@ TOOL_PARSERS = {  # what a chat template holds -> vLLM's name; the first that fi
 
 
 def parser(cfg, chat: Chat):
-    """(text, tools) -> (reasoning or None, text, [(the model's call id or "", name, arguments)]), by vLLM's own parsers.
+    """Two functions, by vLLM's own parsers: (text, tools) -> (reasoning or None, text, [(the model's call id or "", name,
+    arguments)]), and Request -> the grammar of its JSON schema or forced call for the engine, None where there is none.
 
     Importing them takes 14 s, which a model without tools and reasoning need not wait for. Raises ValueError.
     """
@@ -411,8 +426,21 @@ def parser(cfg, chat: Chat):
     if reasoning == "auto":
         known = "deepseek_r1" if begun else "glm45" if tool == "glm45" else "qwen3"
         reasoning = known if "<think>" in template else "none"
+
+    def grammar(req: Request) -> dict | None:
+        # where the prompt begins a thought, the thought is not to be JSON
+        if cfg.constrained == "free" or begun or not (req.schema or req.tool_choice == "required"):
+            return None
+        if req.schema:
+            return {"json": check_schema(req.schema)}
+        tools = [t for t in req.tools if req.forced in ("", t["function"]["name"])]
+        asked = calls and tools and ChatCompletionRequest(messages=[], tools=tools, tool_choice="required")
+        tag = asked and calls(chat.tokenizer, asked.tools).get_structural_tag(asked)
+        return {"structural_tag": tag.model_dump_json()} if tag else None
+
+    calls = None
     if tool == reasoning == "none":
-        return lambda text, tools: (None, text, [])
+        return lambda text, tools: (None, text, []), grammar
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
@@ -434,11 +462,24 @@ def parser(cfg, chat: Chat):
             if not calls or not tools:
                 return thought, said or "", []
             found = calls(chat.tokenizer, request.tools).extract_tool_calls(said or "", request)
-            return thought, found.content or "", [("", c.function.name, c.function.arguments) for c in found.tool_calls]
+            # an id that the model said itself, as Kimi's, is what its template shows again
+            named = [(c.id if c.id in said else "", c.function) for c in found.tool_calls]
+            return thought, found.content or "", [(own, f.name, f.arguments) for own, f in named]
         except Exception:  # what a policy samples may break a parser: it stays text
             return None, text, []
 
-    return parse
+    return parse, grammar
+
+
+def check_schema(schema: dict) -> str:
+    """A client's JSON schema as text. Raises BadRequest where no grammar can be made of it: the engine would call it a fault."""
+    import xgrammar
+
+    try:
+        xgrammar.Grammar.from_json_schema(text := json.dumps(schema))
+    except Exception as e:  # whatever its parser raises
+        raise BadRequest(f"the engine can keep to no such JSON schema: {e}") from e
+    return text
 
 
 class TooManyFailed(RuntimeError):

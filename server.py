@@ -223,7 +223,8 @@ class Request:
     retry: int  # attempts before this one, as the SDK counts them; many clients always say 0
     tools: list[dict] = field(default_factory=list)  # chat function schemas, "namespace" beside "function"; none hosted
     tool_choice: str = "auto"  # "auto", "none" or "required"
-    constrained: bool = False  # a forced call or a JSON schema: log-probs of a masked distribution
+    forced: str = ""  # the one tool that tool_choice names
+    schema: dict | None = None  # what the reply is wanted in, a JSON schema
     max_tokens: int | None = None
     n: int = 1
     stop: list[str] = field(default_factory=list)
@@ -332,10 +333,15 @@ def _request(wire: str, body: Fields, headers, turns: list[In | As], form: Field
     retry = {k.lower(): v for k, v in headers.items()}.get("x-stainless-retry-count", "")
     retry = int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0
     choice = body.read("tool_choice", str, dict) or body.read("function_call", str, dict)
+    named = choice if isinstance(choice, dict) else Fields({})
     choice = choice if isinstance(choice, str) else choice.read("type") or "function"
     req = Request(wire, body.read("model"), turns, asked, body.read("stream", bool), retry, previous=previous)
     req.tools, req.tool_choice = _tools(body.each("tools") + body.each("functions")), CHOICES.get(choice, "auto")
-    req.constrained = req.tool_choice == "required" or form.read("type") in ("json_schema", "json_object")
+    req.forced = named.read("name") or named.read("function", dict).read("name")
+    if form.read("type") in ("json_schema", "json_object"):
+        req.schema = (
+            form.read("json_schema", dict).read("schema", dict) or form.read("schema", dict) or {"type": "object"}
+        )
     req.max_tokens = body.count("max_completion_tokens") or body.count("max_output_tokens") or body.count("max_tokens")
     req.stop = [s for s in body.each("stop", str) + body.each("stop_sequences", str) if s]
     return req
@@ -593,6 +599,9 @@ class Node:
     turn: As | None = None  # the reply as a client gets it
     finish: str = ""  # "stop", "length" or "stop_string"
     stop: str = ""  # the stop string that ended it
+    grammar: dict | None = (
+        None  # what the engine kept the reply to: log-probs of a masked distribution, not the policy's
+    )
     reasoned: bool = False  # a reply of the path holds reasoning
     listeners: int = 0  # connections that wait for it
     delivered: bool = False  # one of them got it to the last byte
@@ -623,12 +632,26 @@ class Node:
 class Forest:
     """The requests of one rollout. Nothing is locked while a reply is sampled; equal requests that run at once are siblings.
 
-    generate: coroutine (ids, max_tokens, known, stop) -> Reply; parse: (text, tools) -> (reasoning or None, text, calls), each
-    call (the model's own id or "", name, arguments); sampling: the run's own values of what clients may ask for.
+    generate: coroutine (ids, max_tokens, known, stop, grammar) -> Reply; parse: (text, tools) -> (reasoning or None, text, calls),
+    each call (the model's own id or "", name, arguments); sampling: the run's own values of what clients may ask for; grammar:
+    Request -> what its forced call or JSON schema is for the engine, or None; preserve: go on from the sampled ids also where
+    the template would rewrite the past.
     """
 
-    def __init__(self, chat, generate, parse, max_tokens: int, max_context: int, sampling: dict, max_turns=math.inf):
+    def __init__(
+        self,
+        chat,
+        generate,
+        parse,
+        max_tokens: int,
+        max_context: int,
+        sampling: dict,
+        max_turns=math.inf,
+        grammar=lambda req: None,
+        preserve=False,
+    ):
         self.chat, self.generate, self.parse, self.max_turns = chat, generate, parse, max_turns
+        self.grammar, self.preserve = grammar, preserve
         self.max_tokens, self.max_context, self.sampling = max_tokens, max_context, sampling
         self.places: dict[tuple, list[Node]] = {}
         self.past, self.matched = deque(maxlen=RECENT), deque(maxlen=RECENT)  # of the latest requests: _turns, attach
@@ -724,7 +747,7 @@ class Forest:
         least = sum(len(t.text) for t in place[2]) // self.chat.longest
         if least > self.max_context:  # rather than encode megabytes
             raise self._too_long(least)
-        node = Node(uuid.uuid4().hex, place, req, parent)
+        node = Node(uuid.uuid4().hex, place, req, parent, grammar=self.grammar(req))
         node.base, node.tokens = self._prompt(parent, place[2], req)
         before = node.base.ids() if node.base else []
         node.start, ids = len(before), before + node.tokens
@@ -750,9 +773,9 @@ class Forest:
             system = isinstance(req.turns[0], In) and req.turns[0].role == "system"
             new = [self._message(t) for t in (since[:-1] if opened else since)]
             ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, parent.reasoned)
-            if kept:
+            self.counts["server/rewritten"] += not kept
+            if kept or self.preserve:
                 return parent, ids + begun
-            self.counts["server/rewritten"] += 1
         turns = req.turns[:-1] if opened else req.turns
         return None, self.chat.opening([self._message(t) for t in turns], req.tools) + begun
 
@@ -777,7 +800,7 @@ class Forest:
     async def _sample(self, node: Node, ids: list[int], limit: int) -> None:
         try:
             known = node.base.known if node.base else 0
-            reply = await self.generate(ids, limit, known, node.request.stop)
+            reply = await self.generate(ids, limit, known, node.request.stop, node.grammar)
             if reply.finish == "abort":
                 raise RuntimeError("the engine gave a reply up")
             reasoning, text, calls, node.finish, node.stop = self._read(reply, node.request)
@@ -798,7 +821,7 @@ class Forest:
             node.base.whole = None
         self.anchors |= {a: node for a in node.turn.anchors}
         self.nodes.append(node)
-        self.counts["server/constrained"] += node.request.constrained
+        self.counts["server/constrained"] += node.grammar is not None
 
     def _read(self, reply: Reply, req: Request) -> tuple[str | None, str, list, str, str]:
         """(reasoning, text, calls, finish, stop string) of what was sampled."""
@@ -850,7 +873,7 @@ class Forest:
             trace = Trace([])
             for node in leaf.path():
                 trace.context(node.tokens)
-                trace.reply(node.reply, node not in owned and not node.request.constrained)
+                trace.reply(node.reply, node not in owned and node.grammar is None)
                 self.counts["tokens/recomputed"] += len(node.reply.tokens) if node in owned else 0
                 owned.add(node)
             if trace.replies:

@@ -101,6 +101,10 @@ class Config:
     """vLLM's name of the parser of reasoning"""
     server_host: str = "127.0.0.1"
     """where agents reach the capture server; beyond loopback each rollout's key is demanded"""
+    constrained: Literal["mask", "free"] = "mask"
+    """a client wants JSON or forces a call: mask keeps the engine to it and does not train the reply; free does neither"""
+    preserve: bool = False
+    """go on from the sampled ids also where the chat template strips old reasoning: one row, not one for each user message"""
     linger: float = 60.0
     """seconds that a reply goes on after its client has disconnected"""
     prompts: int = 16

@@ -192,7 +192,7 @@ def server() -> dict:
     chat = Chat(AutoTokenizer.from_pretrained("examples/starter"))
     said = [*chat.encode("a reply of some words, as agents say them"), chat.tokenizer.eos_token_id]
 
-    async def generate(ids, max_tokens, known, stop):
+    async def generate(ids, max_tokens, known, stop, grammar=None):
         out = np.asarray(said, np.int32)
         return Reply(out, np.zeros(len(out), np.float32), np.zeros(len(out), np.int32), b"", "stop")
 

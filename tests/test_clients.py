@@ -60,7 +60,7 @@ class Policy(Engine):
         super().__init__(chat, *say)
         self.others = others or {}
 
-    async def generate(self, ids, max_tokens, known, stop):
+    async def generate(self, ids, max_tokens, known, stop, grammar=None):
         await asyncio.sleep(3 * ALIVE)
         text = self.chat.tokenizer.decode(ids)
         users = "".join(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.S))

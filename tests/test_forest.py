@@ -41,14 +41,20 @@ def parse(text, tools):
     )
 
 
+def grammar(req):
+    """What an engine would be told of a JSON schema or a forced call."""
+    return {"json": req.schema} if req.schema else {"call": req.forced} if req.tool_choice == "required" else None
+
+
 class Engine:
     """Says what it is told to, in order: a text (ended by the end-of-turn token), ids, or an exception to raise."""
 
     def __init__(self, chat, *script):
-        self.chat, self.script, self.asked, self.gate = chat, list(script), [], None
+        self.chat, self.script, self.asked, self.gate, self.grammars = chat, list(script), [], None, []
 
-    async def generate(self, ids, max_tokens, known, stop):
+    async def generate(self, ids, max_tokens, known, stop, grammar=None):
         self.asked.append((list(ids), max_tokens, known))
+        self.grammars.append(grammar)
         say = self.script.pop(0)
         if self.gate:
             await self.gate.wait()
@@ -65,9 +71,10 @@ class Engine:
 class Client:
     """A client of one rollout: keeps its messages, and reads replies as the chat wire tells them."""
 
-    def __init__(self, chat, *script, forest=None, max_context=900):
+    def __init__(self, chat, *script, forest=None, max_context=900, **more):
         self.engine = Engine(chat, *script)
-        self.forest = forest or Forest(chat, self.engine.generate, parse, 200, max_context, {"temperature": 1.0})
+        limits, more = (200, max_context, {"temperature": 1.0}), {"grammar": grammar} | more
+        self.forest = forest or Forest(chat, self.engine.generate, parse, *limits, **more)
         self.chat, self.messages = chat, []
 
     async def ask(self, *new, keep=True, delivered=True, headers=(), **body):
@@ -481,13 +488,63 @@ def test_characters_of_a_special_token_close_no_turn(chat):
 
 def test_a_constrained_reply_is_context_only(chat):
     async def go():
-        c = Client(chat, "<call>f {}</call>", "b")
+        c = Client(chat, "<call>f {}</call>", "b", "[]")
         one = await c.ask("q", tools=[TOOL], tool_choice="required")
         assert c.rows() == []
         two = await c.ask({"role": "tool", "tool_call_id": one.turn.calls[0].id, "content": "1"}, tools=[TOOL])
         (row,) = c.rows()
         assert c.texts(row) == ["b"] and row.mask.sum() == len(two.reply.tokens) and two.base is one
-        assert c.forest.counts["server/constrained"] == 1
+        assert c.forest.counts["server/constrained"] == 1 and c.engine.grammars == [{"call": ""}, None]
+        await c.ask("r", response_format={"type": "json_schema", "json_schema": {"schema": {"type": "array"}}})
+        assert c.engine.grammars[-1] == {"json": {"type": "array"}} and c.rows()[0].mask.sum() == row.mask.sum()
+
+    run(go())
+
+
+def test_a_wish_for_json_that_the_engine_is_not_told_of_is_trained_as_any_reply(chat):
+    """--constrained free"""
+
+    async def go():
+        c = Client(chat, "a", grammar=lambda req: None)
+        await c.ask("q", response_format={"type": "json_object"})
+        assert [c.texts(row) for row in c.rows()] == [["a"]] and c.engine.grammars == [None]
+        assert c.forest.counts["server/constrained"] == 0
+
+    run(go())
+
+
+def test_the_version_of_each_token_is_kept_where_a_refit_came_amid_a_reply(chat):
+    async def go():
+        c = Client(chat, "one two three", "four")
+        said = c.engine.generate
+
+        async def refitted(*args):
+            reply = await said(*args)
+            reply.versions[2:] = 1
+            return reply
+
+        c.forest.generate = refitted
+        nodes = [await c.ask("q"), await c.ask("r")]
+        (row,) = c.rows()
+        assert [row.versions[a:b].tolist() for a, b, _ in row.replies] == [n.reply.versions.tolist() for n in nodes]
+        assert row.versions[row.mask].tolist()[:3] == [0, 0, 1] and set(row.versions[~row.mask]) == {-1}
+
+    run(go())
+
+
+def test_a_call_id_of_the_model_s_own_is_what_its_prompt_shows_again(chat):
+    """Kimi numbers its calls and its template shows the numbers; clients get opaque ids."""
+
+    async def go():
+        tokenizer = AutoTokenizer.from_pretrained("examples/starter")
+        shown = chat.tokenizer.chat_template.replace("{{ m.content }}", "{{ m.tool_call_id }} {{ m.content }}")
+        tokenizer.chat_template = shown
+        c = Client(Chat(tokenizer), "<call>f {}</call>", "b")
+        c.forest.parse = lambda text, tools: (None, "", [("functions.f:0", "f", "{}")]) if tools else (None, text, [])
+        one = await c.ask("q", tools=[TOOL])
+        assert one.turn.calls[0].id.startswith("call_")
+        two = await c.ask({"role": "tool", "tool_call_id": one.turn.calls[0].id, "content": "1"}, tools=[TOOL])
+        assert "tool\nfunctions.f:0 1<|im_end|>" in tokenizer.decode(two.tokens) and two.base is one
 
     run(go())
 
@@ -503,7 +560,8 @@ def test_what_a_client_asks_of_the_sampling_is_counted_where_it_differs(chat):
     run(go())
 
 
-def test_a_template_that_strips_old_reasoning_branches(chat):
+@pytest.mark.parametrize("preserve", [False, True])
+def test_a_template_that_strips_old_reasoning_branches_unless_it_is_preserved(chat, preserve):
     async def go():
         tokenizer = AutoTokenizer.from_pretrained("examples/starter")
         keep = "{% if m.reasoning_content and loop.index0 > last.i %}"
@@ -512,14 +570,20 @@ def test_a_template_that_strips_old_reasoning_branches(chat):
             + ("{% if m.role == 'user' %}{% set last.i = loop.index0 %}{% endif %}{% endfor %}")
             + chat.tokenizer.chat_template.replace("{% if m.reasoning_content %}", keep)
         )
-        c = Client(Chat(tokenizer), "<think>hm</think><call>f {}</call>", "<think>so</think>b", "c")
+        c = Client(Chat(tokenizer), "<think>hm</think><call>f {}</call>", "<think>so</think>b", "c", preserve=preserve)
         one = await c.ask("q", tools=[TOOL])
         two = await c.ask({"role": "tool", "tool_call_id": one.turn.calls[0].id, "content": "1"}, tools=[TOOL])
         three = await c.ask("r", tools=[TOOL])
-        assert (
-            two.base is one and three.base is None and three.parent is two and c.forest.counts["server/rewritten"] == 1
-        )
-        assert "hm" not in c.chat.text(three.tokens) and len(c.rows()) == 2
+        assert two.base is one and three.parent is two and c.forest.counts["server/rewritten"] == 1
+        whole = c.chat.text(three.ids())
+        if preserve:  # --preserve: the sampled ids as they were, and the template's own bytes behind them
+            assert three.base is two and len(c.rows()) == 1 and three.ids()[: len(two.ids())] == two.ids()
+            assert (
+                "hm" in whole
+                and c.chat.tokenizer.decode(three.tokens) == "\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
+            )
+        else:
+            assert three.base is None and len(c.rows()) == 2 and "hm" not in whole
 
     run(go())
 

@@ -1,7 +1,7 @@
 """server.py: recorded exchanges of real clients, sent again to one forest: each request attaches where it should."""
 
 import pytest
-from test_forest import Engine, chat, run  # noqa: F401
+from test_forest import Engine, chat, grammar, run  # noqa: F401
 from test_wires import RECORDED, delivered, request
 
 import server
@@ -44,7 +44,7 @@ def reply_of(exchanges, i):
 def test_every_recorded_request_attaches_where_it_should(name, chat, monkeypatch):  # noqa: F811
     async def go():
         exchanges, engine, nodes, parents = RECORDED[name]["exchanges"], Engine(chat), [], []
-        forest = Forest(chat, engine.generate, None, 200, 1_000_000, {})
+        forest = Forest(chat, engine.generate, None, 200, 1_000_000, {}, grammar=grammar)
         for i, exchange in enumerate(exchanges):
             sent, (reader, body, headers) = reply_of(exchanges, i), request(exchange)
             monkeypatch.setattr(server, "mint", lambda *_, sent=sent: sent)
@@ -64,7 +64,7 @@ def test_every_recorded_request_attaches_where_it_should(name, chat, monkeypatch
                 assert engine.asked[-1][0][: len(node.base.ids())] == node.base.ids()
         rows = forest.segments(Result(), 0, 0)
         assert (parents, len(rows)) == PARENTS[name]
-        trained = [n for n in set(nodes) if n and not n.request.constrained]
+        trained = [n for n in set(nodes) if n and not n.grammar]
         assert sum(int(r.mask.sum()) for r in rows) == sum(len(n.reply.tokens) for n in trained)
 
     run(go())

@@ -114,6 +114,20 @@ def test_a_command_line_is_an_agent(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_command_line_climbs_to_nine_tenths(tmp_path):
+    """Some 3,000 processes of about a second of CPU each."""
+    command = f"{sys.executable} {os.path.abspath('tests/talk.py')} {{prompt}}"
+    flags = ["--agent_cmd", command, "--reward", "tests/grade.py", "--steps", 24, "--epochs", 2, "--show_every", 0]
+    code, text = finish(start(*flags, "--out", tmp_path / "run"), timeout=3600)
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    check_server_rows(rows)
+    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
+    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
+    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+
+
+@pytest.mark.slow
 def test_a_chat_agent_with_streamed_replies_climbs_to_nine_tenths(tmp_path):
     code, text = finish(
         start("--agent", "tests/chat_agent.py", "--show_every", 0, "--out", tmp_path / "run"), timeout=600

@@ -1,6 +1,7 @@
 """Real engine against real trainer, in one process: agreement, refits, pauses, and every planted bug with the gate that fires."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -85,6 +86,28 @@ def test_a_stop_string_ends_a_reply_and_its_ids_stay(dense):
     text, before = dense.chat.tokenizer.decode(reply.tokens), dense.chat.tokenizer.decode(reply.tokens[:-1])
     assert reply.finish == "stop" and set(text) & set("aeiou") and not set(before) & set("aeiou")
     assert len(reply.logprobs) == len(reply.tokens) < 300
+
+
+def test_a_reply_is_kept_to_a_grammar_and_its_log_probs_are_not_the_policy_s(dense):
+    """Why a constrained reply is not trained: what was sampled from is a masked distribution."""
+    schema = {
+        "type": "object",
+        "properties": {"y": {"enum": ["a", "b"]}},
+        "required": ["y"],
+        "additionalProperties": False,
+    }
+    prompt = [5, 6, 7]
+    kept = dense.engine.generate.remote("kept-to", prompt, 300, 0, 1.0, (), {"json": json.dumps(schema)})
+    free = dense.engine.generate.remote("free", prompt, 30)
+    gaps = []
+    for reply in ray.get([kept, free], timeout=120):
+        trace = Trace(prompt)
+        trace.reply(reply)
+        micro = pack([trace.segment(Result(), 0, 0)], [0])
+        with torch.no_grad():
+            gaps.append((dense.replay.forward(micro)[0] - micro.behaviour_logprobs).abs()[micro.mask].max())
+    said = dense.chat.text(ray.get(kept).tokens)
+    assert json.loads(said)["y"] in ("a", "b") and gaps[0] > 1e-2 and gaps[1] <= BAR
 
 
 def test_a_closed_engine_lets_nothing_in_until_it_is_released(dense):

@@ -71,7 +71,7 @@ class Policy(Engine):
             ids = [*ids, self.chat.tokenizer.convert_tokens_to_ids(stop)]
         self.ids = ids
 
-    async def generate(self, ids, max_tokens, known, stop):
+    async def generate(self, ids, max_tokens, known, stop, grammar=None):
         self.asked.append((list(ids), max_tokens, known))
         out = np.asarray(self.ids, np.int32)
         logprobs, versions = -np.ones(len(out), np.float32), np.zeros(len(out), np.int32)

@@ -203,7 +203,7 @@ def test_two_wires_of_one_client_say_the_same():
 
 def test_recorded_requests_say_what_they_want():
     assert parsed(RECORDED["14"]["exchanges"][0]).include_encrypted
-    assert parsed(RECORDED["06"]["exchanges"][0]).constrained and not parsed(RECORDED["07"]["exchanges"][0]).constrained
+    assert parsed(RECORDED["06"]["exchanges"][0]).schema and not parsed(RECORDED["07"]["exchanges"][0]).schema
     assert parsed(RECORDED["22"]["exchanges"][1]).previous == "resp_5611b61c48ce42fda79cc06c"
 
 
@@ -380,7 +380,7 @@ def test_legacy_functions_become_tools():
     req = read_chat(body, {})
     assert req.turns == [As("", None, (Call("", "f", "{}"),), ()), In("tool", "1")]
     assert req.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    assert (req.tool_choice, req.constrained) == ("required", True)
+    assert (req.tool_choice, req.forced) == ("required", "f")
 
 
 def test_tools_of_three_wires_are_one_schema_and_hosted_ones_are_dropped():
@@ -403,18 +403,18 @@ def test_tools_of_three_wires_are_one_schema_and_hosted_ones_are_dropped():
 @pytest.mark.parametrize(
     "choice,want",
     [
-        (None, ("auto", False)),
-        ("none", ("none", False)),
-        ("required", ("required", True)),
-        ({"type": "any"}, ("required", True)),
-        ({"type": "tool", "name": "f"}, ("required", True)),
-        ({"type": "function", "function": {"name": "f"}}, ("required", True)),
-        ({"type": "a_new_kind"}, ("auto", False)),
+        (None, ("auto", "")),
+        ("none", ("none", "")),
+        ("required", ("required", "")),
+        ({"type": "any"}, ("required", "")),
+        ({"type": "tool", "name": "f"}, ("required", "f")),
+        ({"type": "function", "function": {"name": "f"}}, ("required", "f")),
+        ({"type": "a_new_kind"}, ("auto", "")),
     ],
 )
-def test_a_forced_call_is_constrained(choice, want):
+def test_a_forced_call_is_named(choice, want):
     req = read_chat({"messages": [{"role": "user"}], "tool_choice": choice}, {})
-    assert (req.tool_choice, req.constrained) == want
+    assert (req.tool_choice, req.forced) == want
 
 
 def test_sampling_wishes_are_recorded_and_limits_read():
@@ -423,7 +423,7 @@ def test_sampling_wishes_are_recorded_and_limits_read():
     body |= {"response_format": {"type": "json_schema"}}
     req = read_chat(body, {"X-Stainless-Retry-Count": "2"})
     assert req.asked == {"temperature": 0.5} and (req.max_tokens, req.n, req.stop, req.retry) == (7, 3, ["END"], 2)
-    assert req.stream and req.include_usage and req.constrained
+    assert req.stream and req.include_usage and req.schema == {"type": "object"}
     plain = read_messages(
         {"messages": [{"role": "user"}], "stop_sequences": ["a", "b"]}, {"x-stainless-retry-count": "x"}
     )
