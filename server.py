@@ -712,7 +712,7 @@ class Forest:
         old = node.history()
         if own and isinstance(old[0], In) and old[0].role == "system":
             old = old[1:]
-        req.turns, req.previous = [*own, *old, *req.turns[len(own) :]], ""
+        req.turns = [*own, *old, *req.turns[len(own) :]]
 
     def answer(self, req: Request) -> list[Node]:
         """Nodes that answer a request, `req.n` of them; done, or running with their `task`. Raises BadRequest."""

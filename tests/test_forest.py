@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import server
 from agent import Reply, Result, digest
 from server import NODE_KEY, BadRequest, Chat, Forest, read_chat, read_messages, read_responses
 
@@ -406,6 +407,7 @@ def test_previous_response_id_extends_and_branches(chat):
         one = await ask("x", instructions="Be brief.")
         two = await ask("y", previous_response_id=f"resp_{one.id}", instructions="Be brief.")
         three = await ask("z", previous_response_id=f"resp_{one.id}", instructions="Be brief.")
+        assert (one.request.previous, three.request.previous) == ("", f"resp_{one.id}")  # the reply repeats it
         four = await ask("z", previous_response_id=f"resp_{one.id}", instructions="Be long.")
         assert (two.base, three.base, four.base) == (one, one, None)
         assert chat.text(four.tokens).startswith("<|im_start|>system\nBe long.".replace("<|im_start|>", ""))
@@ -424,6 +426,51 @@ def test_n_samples_are_siblings_of_one_prompt(chat):
         for n in nodes:
             c.forest.left(n, True, 0)
         assert sorted(map(c.texts, c.rows())) == [["a"], ["b"], ["c"]]
+
+    run(go())
+
+
+def test_of_n_samples_the_one_that_failed_is_sampled_again_and_the_others_are_not(chat):
+    async def go():
+        c = Client(chat, "a", RuntimeError("gone"), "c", "b")
+        body = {"messages": [{"role": "user", "content": "q"}], "n": 3}
+        tried = c.forest.answer(read_chat(body, {}))
+        await asyncio.wait([n.task for n in tried])
+        for n in tried:
+            c.forest.left(n, False, 0)
+        assert [bool(n.reply) for n in tried] == [True, False, True] and c.rows() == []
+        nodes = c.forest.answer(read_chat(body, {}))
+        await asyncio.wait([n.task for n in nodes])
+        for n in nodes:
+            c.forest.left(n, True, 0)
+        assert tried[0] in nodes and tried[2] in nodes and len(c.engine.asked) == 4
+        assert sorted(map(c.texts, c.rows())) == [["a"], ["b"], ["c"]]
+
+    run(go())
+
+
+def test_a_turn_reads_matches_and_encodes_only_what_is_new(chat, monkeypatch):
+    """300 turns of a client that resends all of them: the work of a turn does not grow with those before it."""
+    work = Counter()
+    for name in ("_reply", "_input", "same_turn"):
+        real = getattr(server, name)
+        monkeypatch.setattr(server, name, lambda *args, n=name, real=real: work.update([n]) or real(*args))
+    encode = chat.encode
+    monkeypatch.setattr(chat, "encode", lambda text: work.update({"characters": len(text)}) or encode(text))
+
+    async def go():
+        c, spent = Client(chat, *["ok"] * 300, max_context=30_000), []
+        for i in range(300):
+            history = [*c.messages, {"role": "user", "content": f"question {i:03}"}]
+            (node,) = c.forest.answer(read_chat({"messages": history}, {}, c.forest.past))
+            await node.task
+            c.forest.left(node, True, 0)
+            c.messages = [*history, echo(node)]
+            spent.append(dict(work))
+            work.clear()
+        assert all(turn == spent[1] for turn in spent[2:]) and spent[1]["_reply"] == spent[1]["same_turn"] == 1
+        (row,) = c.rows()
+        assert len(row.replies) == 300
 
     run(go())
 
