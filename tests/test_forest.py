@@ -240,6 +240,32 @@ def test_sub_agents_and_a_title_call_keep_to_their_own_lines(chat):
     run(go())
 
 
+def test_sub_agents_that_share_a_beginning_train_it_once_and_earn_one_reward(chat):
+    """Two sub-agents fork from the main agent's second turn, all three and a title run at once."""
+
+    async def go():
+        c = Client(chat, "main 1", "main 2", *["title", "a1", "b1", "main 3", "a2", "b2"])
+        first, second = await c.ask("do it"), await c.ask("with helpers")
+        a, b, title = (Client(chat, forest=c.forest) for _ in range(3))
+        a.messages, b.messages = list(c.messages), list(c.messages)
+        asked = title.ask("Give a title"), a.ask("task A"), b.ask("task B"), c.ask("meanwhile")
+        named, a1, b1, third = await asyncio.gather(*asked)
+        a2, b2 = await asyncio.gather(a.ask("go on"), b.ask("go on"))
+        lines = [[first, second, a1, a2], [first, second, b1, b2], [first, second, third], [named]]
+        assert [leaf.path() for leaf in (a2, b2, third, named)] == lines
+        rows = c.rows(reward=0.5)
+        assert {row.reward for row in rows} == {0.5} and len(rows) == 4
+        trained = sorted(text for row in rows for text in c.texts(row))
+        assert trained == sorted(["main 1", "main 2", "main 3", "title", "a1", "a2", "b1", "b2"])
+        assert c.forest.counts["tokens/recomputed"] == 2 * (len(first.reply.tokens) + len(second.reply.tokens))
+        for row in rows:  # what another row owns is here as it was sampled, and not trained
+            for node in next(line for line in lines if line[-1].ids() == row.tokens.tolist()):
+                at = node.start + len(node.tokens)
+                assert row.tokens[at : at + len(node.reply.tokens)].tolist() == node.reply.tokens.tolist()
+
+    run(go())
+
+
 def test_a_turn_that_reappears_under_another_prefix_is_context_there(chat):
     async def go():
         c = Client(chat, "<call>f {}</call>", "<call>f {}</call>", "the summary", "next", "after")
