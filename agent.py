@@ -262,12 +262,12 @@ class Trace:
 
 def load_agent(path: str, command: str = "", reward: str = "") -> Callable[[], Env | ChatAgent]:
     """What makes an agent for one rollout: a class `Agent` of the file at `path`, or a CommandAgent of `command`, or with a
-    `reward` alone a Single. Imports of files beside them work.
+    `reward` alone, or without anything, a Single. Imports of files beside them work.
 
     Raises FileNotFoundError when there is no such file and AttributeError when it does not define what is looked for.
     """
     if not command and not reward:
-        return load(path, "Agent", "--agent")
+        return load(path, "Agent", "--agent") if path else lambda: Single(lambda *_: 0.0)
     grade = load(reward, "reward", "--reward")
     return lambda: CommandAgent(command, grade) if command else Single(grade)
 

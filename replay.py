@@ -27,12 +27,20 @@ class MicroBatch:
     """Rows of one forward, padded on the right. B rows, T tokens, L layers, K = top-k."""
 
     rows: list[int]  # which of the rank's rows these are
+    rollout: torch.Tensor  # int64 [B], the rollout of each
     tokens: torch.Tensor  # int64 [B, T]
     mask: torch.Tensor  # bool [B, T], trained tokens
     behaviour_logprobs: torch.Tensor  # float32 [B, T]
     versions: torch.Tensor  # int32 [B, T]
     padding: torch.Tensor  # bool [B, T], True past a row's end
     experts: torch.Tensor | None  # int16 [B, T, L, K], -1 where nothing was captured
+    # what the steps of an update add, each [B, T]
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None  # of the critic before the update
+    advantages: torch.Tensor | None = None
+    targets: torch.Tensor | None = None  # of the critic
+    weights: torch.Tensor | None = None  # of the correction
 
     def to(self, device) -> "MicroBatch":
         for f in fields(self):
@@ -66,8 +74,11 @@ def plan(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     return [d + [[]] * (most - len(d)) for d in dealt]
 
 
-def pack(segments: list[Segment], rows: list[int]) -> MicroBatch:
-    """Pad `rows` of `segments` into one micro-batch on the CPU. No rows give one dummy row that trains nothing."""
+def pack(segments: list[Segment], rows: list[int], owners: list[int] | None = None) -> MicroBatch:
+    """Pad `rows` of `segments` into one micro-batch on the CPU. No rows give one dummy row that trains nothing.
+
+    owners: the batch's rollout that each of the segments belongs to.
+    """
     picked = [segments[i] for i in rows]
     shape = (
         max(1, len(picked)),
@@ -75,6 +86,7 @@ def pack(segments: list[Segment], rows: list[int]) -> MicroBatch:
     )  # two tokens at least: one to predict from, one to predict
     out = MicroBatch(
         rows,
+        torch.tensor([owners[i] for i in rows] if owners and rows else [0] * shape[0]),
         torch.zeros(shape, dtype=torch.int64),
         torch.zeros(shape, dtype=torch.bool),
         torch.zeros(shape),
@@ -124,10 +136,11 @@ class Head:
     """Stands in for the forward of `lm_head`: hidden states in, (log-prob, entropy) of the selected targets out.
 
     Being called in the head's place inside the model's own forward, it sees the gathered weight under FSDP2, tied or not.
+    The entropy has a gradient only where a bonus needs it.
     """
 
-    def __init__(self, lm_head: torch.nn.Module):
-        self.linear, self.temperature = lm_head, 1.0
+    def __init__(self, lm_head: torch.nn.Module, entropy_gradient: bool = False):
+        self.linear, self.temperature, self.entropy_gradient = lm_head, 1.0, entropy_gradient
         self.where = self.targets = None  # bool [B, T], int64 [N]
         lm_head.forward = self
 
@@ -145,9 +158,28 @@ class Head:
         logits = F.linear(hidden, self.linear.weight, self.linear.bias).float() / self.temperature  # [n, V]
         normaliser = logits.logsumexp(-1)  # [n]
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser  # [n]
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
             entropy = normaliser - (torch.exp(logits - normaliser[:, None]) * logits).sum(-1)  # [n]
         return torch.stack([logprobs, entropy], -1)
+
+
+class ValueHead(torch.nn.Linear):
+    """Stands in for the forward of `lm_head` in a critic: hidden states in, the value of the state before each selected token
+    out. It begins at 0. Every rank holds it whole, so its gradient is averaged over ranks apart from the model's."""
+
+    def __init__(self, model: torch.nn.Module):
+        lm_head = model.get_output_embeddings()
+        super().__init__(lm_head.weight.shape[1], 1, device=next(model.parameters()).device)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+        self.where = self.targets = None  # as in Head
+        self.temperature = 1.0
+        lm_head.forward = self
+        model.value_head = self  # saved and resumed with the rest
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [B, T, H] -> [N, 1] float32."""
+        return super().forward(hidden[self.where].float())
 
 
 class Router:
@@ -169,10 +201,10 @@ class Router:
 
 
 class Replay:
-    """The trainer's model, ready to score segments. One Head, and one Router per MoE layer."""
+    """A model of the trainer, ready to score segments. One head, and one Router per MoE layer."""
 
-    def __init__(self, model: torch.nn.Module, temperature: float):
-        self.model, self.temperature, self.head = model, temperature, Head(model.get_output_embeddings())
+    def __init__(self, model: torch.nn.Module, temperature: float, head: Head | ValueHead | None = None):
+        self.model, self.temperature, self.head = model, temperature, head or Head(model.get_output_embeddings())
         self.routers = []
         for name, module in model.named_modules():
             if getattr(module, "router_replay", None) is not None:
@@ -213,8 +245,9 @@ class Replay:
             "experts/missing": (missing.sum(), 0),
         }
 
-    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies [B, T] of tokens[b, t] given tokens[b, :t]; 0 off the mask."""
+    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[torch.Tensor, ...]:
+        """What the head gives for tokens[b, t] given tokens[b, :t], each [B, T], 0 off the mask: (log-probs, entropies) or
+        (values,)."""
         self.head.temperature = self.temperature if temperature is None else temperature
         predicts = torch.zeros_like(micro.mask)  # position t - 1 predicts token t: the one shift
         predicts[:, :-1] = micro.mask[:, 1:]
@@ -226,10 +259,9 @@ class Replay:
         positions = torch.arange(micro.tokens.shape[1], device=micro.tokens.device)[None].expand_as(micro.tokens)
         extra = {"padding_mask": micro.padding} if self.routers else {"use_cache": False}
         out = self.model(input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra)
-        values = getattr(out, "logits", out)  # [N, 2]
+        found = getattr(out, "logits", out)  # [N, C]
         if nothing:
-            values = values * 0.0
-        full = values.new_zeros((*micro.mask.shape, 2))
-        full[predicts] = values  # [B, T, 2]
-        full = full.roll(1, 1)  # [B, T, 2], back to the token's own position
-        return full[..., 0], full[..., 1]
+            found = found * 0.0
+        full = found.new_zeros((*micro.mask.shape, found.shape[-1]))
+        full[predicts] = found  # [B, T, C]
+        return full.roll(1, 1).unbind(-1)  # back to the token's own position

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 import traceback
 import uuid
@@ -25,7 +26,7 @@ import numpy as np
 import ray
 
 from agent import ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
-from server import BadRequest, Chat, Forest, Request, Server
+from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
 
@@ -521,7 +522,7 @@ class Rollouts:
         """All rollouts of one prompt that did not fail; None when too few are left, twice."""
         ids = [group_id * self.cfg.samples + i for i in range(self.cfg.samples)]
         prompt, label = row[self.cfg.prompt_key], row.get(self.cfg.label_key)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = messages_of(prompt)
         runner = self.runners[group_id % len(self.runners)]
         for attempt in range(2):
             seeds = [self.cfg.seed * 1_000_003 + i * 2 + attempt for i in ids]
@@ -620,6 +621,65 @@ def load_rows(data: str, prompt_key: str) -> list[dict]:
         if not prompt:
             raise ValueError(f"--data {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key")
     return rows.to_list()
+
+
+def messages_of(prompt: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def spoken(chat: Chat, messages: list[dict], tools: list[dict]) -> str:
+    """The text of the assistant's last turn, as the template writes it: all between the prompt and what ends the turn."""
+    prompt, whole, last = chat.render(messages[:-1], tools), chat.render(messages, tools), messages[-1]
+    if whole.startswith(prompt):
+        return re.sub(rf"(?:{chat.special.pattern})\s*\Z", "", whole[len(prompt) :])
+    if last.get("tool_calls"):
+        raise ValueError(
+            "the chat template shows a prompt otherwise once it is answered, so tool calls cannot be demonstrated"
+        )
+    if prompt.rstrip().endswith("<think>"):
+        return chat.plain(f"{last.get('reasoning_content') or ''}\n</think>\n\n{last['content']}")
+    return chat.plain(last["content"])
+
+
+async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, max_context: int) -> list[Segment]:
+    """Training rows of one demonstration, as if the policy had sampled what the assistant says in it: the text that the chat
+    template gives each of its turns, and the token that ends a turn. A content of several text parts is encoded part by part.
+
+    row: chat messages under `prompt_key`; where they end with the user, the label is the reply. A template that rewrites the
+    past begins a new row, as in a rollout; whole replies beyond max_context are cut off. Raises ValueError without a reply.
+    """
+    messages, tools = messages_of(row[prompt_key]), row.get("tools") or []
+    if messages[-1]["role"] != "assistant" and row.get(label_key) is not None:
+        messages = [*messages, {"role": "assistant", "content": str(row[label_key])}]
+    asked, shown = {"role": "user", "content": "?"}, {"role": "tool", "content": "?", "tool_call_id": short("")}
+    ends = {called: chat.following([shown if called else asked], -1)[0][:1] for called in (False, True)}  # GLM's differ
+    now = None  # the assistant's turn at hand, as a message and in canonical form
+
+    async def generate(ids, *_):
+        parts = now[0]["content"] if isinstance(now[0].get("content"), list) else None
+        texts = [chat.plain(p["text"]) for p in parts] if parts else [spoken(chat, *told)]
+        tokens = np.asarray([i for text in texts for i in chat.encode(text)] + ends[bool(now[1].calls)], np.int32)
+        logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+        return Reply(tokens, logprobs, versions, digest(np.asarray(ids), tokens, logprobs, versions), "stop")
+
+    def parse(text, tools):
+        return now[1].reasoning, now[1].text, [("", c.name, c.arguments) for c in now[1].calls]
+
+    forest = Forest(chat, generate, parse, 1, 1 << 30, {})
+    for at, message in enumerate(messages):
+        if message["role"] == "assistant":
+            (said,) = read_chat({"messages": [message]}, {}).turns
+            req = read_chat({"messages": messages[:at], "tools": tools}, {})
+            now, told = (message, said), ([forest.message(t) for t in (*req.turns, said)], req.tools)
+            (node,) = forest.answer(req)
+            await node.task
+            forest.left(node, True, 0)
+            node.turn = said  # with the ids that the demonstration's tool results name
+            forest.calls |= {c.id: (short(c.id), c.name) for c in said.calls}
+    rows = [s.cut(max_context) for s in forest.segments(Result(), 0, 0)]
+    if not forest.nodes:
+        raise ValueError(f"a demonstration without a reply of the assistant: {str(row)[:200]}")
+    return [s for s in rows if len(s)]
 
 
 def launch(cfg, rows: list[dict], position: int, least: int):

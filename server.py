@@ -86,7 +86,8 @@ class Chat:
             return []
 
     def _render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        asks = messages[-1]["role"] != "assistant"  # a conversation that ends with the assistant is a demonstration
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asks)
 
     def fit(self, messages: list[dict], bare: bool = False) -> list[dict]:
         """Messages of a whole conversation as the template takes them; `bare`: users and the assistant in turns, no more."""
@@ -771,15 +772,15 @@ class Forest:
         begun = self.chat.encode(self.chat.plain(since[-1].text)) if opened else []
         if parent:
             system = isinstance(req.turns[0], In) and req.turns[0].role == "system"
-            new = [self._message(t) for t in (since[:-1] if opened else since)]
+            new = [self.message(t) for t in (since[:-1] if opened else since)]
             ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, parent.reasoned)
             self.counts["server/rewritten"] += not kept
             if kept or self.preserve:
                 return parent, ids + begun
         turns = req.turns[:-1] if opened else req.turns
-        return None, self.chat.opening([self._message(t) for t in turns], req.tools) + begun
+        return None, self.chat.opening([self.message(t) for t in turns], req.tools) + begun
 
-    def _message(self, turn: In | As) -> dict:
+    def message(self, turn: In | As) -> dict:
         """A turn as chat templates take it. Tool calls get the ids that the model itself gave, or short ones."""
         if isinstance(turn, In):
             if turn.role != "tool":

@@ -29,7 +29,7 @@ import warnings
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
 os.environ.setdefault(
@@ -40,6 +40,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -47,10 +48,23 @@ from rich.table import Table
 from rich.text import Text
 
 from agent import InvariantError, Result, Segment, Trace, load_agent
-from estimator import ESTIMATORS, GROUP_ESTIMATORS, Batch
-from loss import LOSSES, aggregate, correction, counted, gap
+from estimator import ESTIMATORS, GROUP_ESTIMATORS, Batch, clip_rewards, lengths, overlong, value_targets
+from loss import (
+    CLIPS,
+    LOSSES,
+    SEQUENCE_LOSSES,
+    adapt_kl,
+    aggregate,
+    correction,
+    counted,
+    entropy_bonus,
+    gap,
+    kl_loss,
+    seq_mean,
+    value_loss,
+)
 from refit import Refit
-from replay import Replay, check_identity, pack, plan
+from replay import Head, Replay, ValueHead, check_identity, pack, plan
 from rollout import launch, load_rows
 from server import Chat
 
@@ -63,7 +77,7 @@ class Config:
 
     # ---- agent.py
     agent: str = "agent.py"
-    """Python file that exports a class Agent"""
+    """Python file that exports a class Agent; opd needs none"""
     agent_cmd: str = ""
     """a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward"""
     reward: str = ""
@@ -127,19 +141,47 @@ class Config:
     max_gap: float = 0.0
     """bound on gap/on_version; 0 means 1e-4 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16"""
     # ---- estimator.py
-    estimator: Literal["grpo", "rloo", "reinforce", "reinforce_baseline", "dr_grpo"] = "grpo"
+    estimator: Literal[tuple(ESTIMATORS)] = "grpo"
     """rewards to advantages"""
     gamma: float = 1.0
-    """discount per action token (reinforce)"""
+    """discount per action token (reinforce, gae)"""
+    lam: float = 0.95
+    """lambda of gae"""
     whiten: bool = True
-    """whiten the advantages of reinforce and reinforce_baseline over the batch"""
+    """whiten the advantages of reinforce, reinforce_baseline and gae over the batch"""
+    reward_clip: tuple[float, float] = (-math.inf, math.inf)
+    """LO HI that a rollout's reward is held between before it is credited"""
+    reward_weights: tuple[float, ...] = ()
+    """of the named rewards of gdpo, in the order of their names; empty: all 1"""
+    overlong: tuple[int, int] = (0, 0)
+    """LIMIT BUFFER of a rollout's sampled tokens: the reward falls by up to 1 in the last BUFFER tokens (DAPO); 0 0 is off"""
+    bootstrap_truncated: bool = False
+    """gae: a truncated rollout goes on at the critic's last value, not at 0"""
+    kl_coef: float = 0.0
+    """coefficient of the KL to --ref_model: in the reward, or with --kl_loss in the loss"""
+    kl_type: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """its estimator; auto: k1 in the reward, k2 in the loss"""
+    kl_loss: bool = False
+    """the KL is a loss with a gradient, not a part of the reward"""
+    kl_target: float = 0.0
+    """KL that --kl_coef is adapted to; 0: it stays as it is"""
+    kl_horizon: float = 10_000.0
+    """rollouts in which it adapts"""
     # ---- loss.py
-    loss: Literal["ppo"] = "ppo"
+    loss: Literal[tuple(LOSSES)] = "ppo"
     """policy loss"""
-    clip_low: float = 0.2
-    """lower clip of the ratio is 1 - this"""
-    clip_high: float = 0.2
+    clip_low: float | None = None
+    """lower clip of the ratio is 1 - this; unset: what the loss's paper uses (loss.CLIPS)"""
+    clip_high: float | None = None
     """upper clip of the ratio is 1 + this"""
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    """temperature of sapo's gate where the advantage is positive, and elsewhere"""
+    dppo_delta: float = 0.2
+    """dppo drops a token whose probability has moved by more"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
+    value_clip: float = 0.2
+    """the critic's value moves by no more than this from the one before the update; 0 is off"""
     dual_clip: float = 0.0
     """bound c > 1 on the loss of negative advantages; 0 is off"""
     is_level: Literal["off", "token", "seq", "geo"] = "off"
@@ -150,14 +192,24 @@ class Config:
     """LO HI, inclusive"""
     is_denominator: Literal["all", "kept"] = "all"
     """whether rejected tokens still count in the denominator"""
-    loss_agg: Literal["token_mean", "constant"] = "token_mean"
-    """token_mean: over all trained tokens of the update; constant: over --loss_length times rollouts"""
+    loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
+    """token_mean: over all trained tokens of the update; seq_mean: over rollouts of their token means; constant: over --loss_length times rollouts"""
     loss_length: int = 0
     """the L_max of --loss_agg constant"""
     # ---- refit.py
     refit_bucket_mb: int = 256
     """megabytes per bucket"""
     # ---- train.py
+    ref_model: str = ""
+    """reference of the KL, or the teacher of opd; empty with a --kl_coef: --model as it was at the start"""
+    critic_model: str = ""
+    """what the critic of gae starts from, with a new scalar head; empty: --model"""
+    critic_lr: float = 1e-3
+    """peak learning rate of the critic"""
+    critic_warmup_steps: int = 0
+    """first steps in which the critic learns alone"""
+    old: Literal["recompute", "behaviour"] = "recompute"
+    """old log-probs of the ratio: the trainer's own, or the engine's as they came"""
     steps: int = 48
     """batches to train on"""
     epochs: int = 1
@@ -195,6 +247,20 @@ class Config:
     wandb: str = ""
     """Weights & Biases project; offline unless a key is set"""
 
+    def __post_init__(self):
+        """What follows from other flags where it was not given."""
+        low, high = CLIPS.get(self.loss, (0.0, 0.0))
+        self.clip_low = low if self.clip_low is None else self.clip_low
+        self.clip_high = high if self.clip_high is None else self.clip_high
+        if self.kl_type == "auto":
+            self.kl_type = "k2" if self.kl_loss else "k1"
+        if self.estimator == "opd":  # the teacher has to be named, and is all that there is to learn from
+            self.agent = "" if self.agent == "agent.py" else self.agent
+        elif self.kl_coef:
+            self.ref_model = self.ref_model or self.model
+        if self.estimator == "gae":
+            self.critic_model = self.critic_model or self.model
+
 
 def parse(argv: list[str] | None = None) -> Config:
     """The command line as a Config, with names made absolute and "auto" resolved; raises ValueError on an unknown flag."""
@@ -209,7 +275,7 @@ def parse(argv: list[str] | None = None) -> Config:
         raise ValueError(
             f"{unknown[0]}: there is no such flag" + (f", did you mean {close[0]}?" if close else "; see --help")
         )
-    for name in ("agent", "data", "model", "reward"):
+    for name in ("agent", "data", "model", "reward", "ref_model", "critic_model"):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
     cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
@@ -248,16 +314,7 @@ def validate(cfg: Config, world: int = 1) -> None:
         raise ValueError(f"--max_failed {cfg.max_failed} is a share, between 0 and 1")
     if cfg.dual_clip and cfg.dual_clip <= 1:
         raise ValueError(f"--dual_clip {cfg.dual_clip} must be above 1, or 0 for off")
-    if cfg.is_level in ("seq", "geo") and cfg.is_mode != "mask":
-        raise ValueError(
-            f"--is_level {cfg.is_level} is a gate over whole sequences: set --is_mode mask, not {cfg.is_mode}"
-        )
-    if cfg.is_band[0] > cfg.is_band[1]:
-        raise ValueError(f"--is_band {cfg.is_band[0]} {cfg.is_band[1]}: LO is above HI")
-    if (cfg.loss_agg == "constant") != (cfg.loss_length > 0):
-        raise ValueError(
-            f"--loss_agg {cfg.loss_agg} with --loss_length {cfg.loss_length}: constant needs a length, token_mean has none"
-        )
+    validate_algorithm(cfg)
     if cfg.resume and not cfg.out:
         raise ValueError("--resume needs --out, the folder of the run to go on with")
     try:
@@ -269,6 +326,41 @@ def validate(cfg: Config, world: int = 1) -> None:
         ) from None
 
 
+def validate_algorithm(cfg: Config) -> None:
+    """Refuse combinations of estimator, loss and correction that mean nothing; each line is (it is so, why, what to do)."""
+    e, loss, grouped, kl = cfg.estimator, cfg.loss, cfg.estimator in GROUP_ESTIMATORS, cfg.kl_coef != 0
+    low, high = cfg.is_band
+    refused = [
+        (cfg.is_level in ("seq", "geo") and cfg.is_mode != "mask", f"--is_level {cfg.is_level} --is_mode {cfg.is_mode}", "a gate over whole sequences: set --is_mode mask"),
+        (low > high, f"--is_band {low} {high}", "LO is above HI"),
+        ((cfg.loss_agg == "constant") != (cfg.loss_length > 0), f"--loss_agg {cfg.loss_agg} --loss_length {cfg.loss_length}", "constant needs a length, the others have none"),
+        (cfg.dual_clip and loss not in ("ppo", "gspo", "gspo_token"), f"--dual_clip {cfg.dual_clip} --loss {loss}", "that loss has no clip that it could bound: use ppo, or drop it"),
+        (loss in SEQUENCE_LOSSES and cfg.is_level == "token", f"--is_level token --loss {loss}", "the loss has one ratio per sequence: set --is_level seq or geo"),
+        (loss in SEQUENCE_LOSSES and cfg.loss_agg != "seq_mean", f"--loss {loss} --loss_agg {cfg.loss_agg}", "its mean is over sequences: set --loss_agg seq_mean"),
+        (loss == "dppo" and cfg.is_level != "off", f"--loss dppo --is_level {cfg.is_level}", "its ratio is already the one to the engine: drop --is_level"),
+        (cfg.old == "behaviour" and cfg.is_level != "off", f"--old behaviour --is_level {cfg.is_level}", "the ratio then holds the correction: drop one of them"),
+        (kl and not cfg.kl_loss and grouped, f"--kl_coef {cfg.kl_coef} --estimator {e}", "a group estimator takes no KL as a reward: add --kl_loss"),
+        (kl and not cfg.kl_loss and e == "sft", f"--kl_coef {cfg.kl_coef} --estimator sft", "there is no reward: add --kl_loss"),
+        (cfg.kl_loss and cfg.kl_type == "k1", "--kl_loss --kl_type k1", "the expected gradient of k1 is zero: use k2 or k3"),
+        (cfg.kl_loss and not kl, "--kl_loss", "it needs a --kl_coef"),
+        (cfg.kl_target and not kl, f"--kl_target {cfg.kl_target}", "it needs a --kl_coef to start from"),
+        (e == "opd" and not cfg.ref_model, "--estimator opd", "it needs a teacher: set --ref_model"),
+        (e == "opd" and (not kl or cfg.kl_loss), f"--estimator opd --kl_coef {cfg.kl_coef}", "the KL is all that it learns from: set a positive --kl_coef and no --kl_loss"),
+        (cfg.ref_model and not kl, f"--ref_model {cfg.ref_model}", "nothing reads it: set a --kl_coef"),
+        (e != "gae" and (cfg.critic_model or cfg.critic_warmup_steps), "--critic_model, --critic_warmup_steps", f"--estimator {e} has no critic: use gae"),
+        (cfg.reward_weights and e != "gdpo", f"--reward_weights --estimator {e}", "only gdpo weighs named rewards"),
+        (any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0], f"--overlong {cfg.overlong[0]} {cfg.overlong[1]}", "give LIMIT BUFFER with 0 < BUFFER <= LIMIT"),
+    ]  # fmt: skip
+    for wrong, flags, fix in refused:
+        if wrong:
+            raise ValueError(f"{flags}: {fix}")
+    if loss in ("gspo", "gspo_token") and max(cfg.clip_low, cfg.clip_high) > 0.05:
+        warnings.warn(
+            f"--loss {loss} --clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: its paper clips at 3e-4 and 4e-4",
+            stacklevel=2,
+        )
+
+
 def check_inputs(cfg: Config) -> list[dict]:
     """Look at the files before any process starts; returns the data rows. Raises ValueError with the flag and the fix."""
     from transformers import AutoConfig
@@ -278,13 +370,16 @@ def check_inputs(cfg: Config) -> list[dict]:
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
     rows = load_rows(cfg.data, cfg.prompt_key)
-    parent = os.path.dirname(cfg.model)
-    if not os.path.isdir(cfg.model) and parent and os.path.isdir(parent):  # else it may be a hub name
-        raise ValueError(f"--model {cfg.model}: there is no such folder")
-    try:
-        config = AutoConfig.from_pretrained(cfg.model)
-    except (OSError, ValueError) as e:
-        raise ValueError(f"--model {cfg.model}: no model there ({str(e).splitlines()[0]})") from None
+    for flag in ("critic_model", "ref_model", "model"):
+        if not (path := getattr(cfg, flag)):
+            continue
+        parent = os.path.dirname(path)
+        if not os.path.isdir(path) and parent and os.path.isdir(parent):  # else it may be a hub name
+            raise ValueError(f"--{flag} {path}: there is no such folder")
+        try:
+            config = AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as e:
+            raise ValueError(f"--{flag} {path}: no model there ({str(e).splitlines()[0]})") from None
     if cfg.replay_experts and not experts_of(config):
         raise ValueError(f"--replay_experts: --model {cfg.model} is dense, it has no experts to replay; drop the flag")
     try:
@@ -335,8 +430,8 @@ def cuda_means_cpu(device: str):
         torch.device, torch.cuda.current_device = real, current
 
 
-def build_model(cfg: Config, device: str):
-    """The policy as an FSDP2 model of AutoModel, with float32 master weights; returns (model, device meshes)."""
+def build_model(cfg: Config, device: str, path: str = ""):
+    """The policy (or the model at `path`) as an FSDP2 model of AutoModel, with float32 master weights; (model, device meshes)."""
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
@@ -344,8 +439,8 @@ def build_model(cfg: Config, device: str):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig
 
-    bf16, world = cfg.dtype == "bfloat16", torch.distributed.get_world_size()
-    moe = experts_of(AutoConfig.from_pretrained(cfg.model))
+    bf16, world, path = cfg.dtype == "bfloat16", torch.distributed.get_world_size(), path or cfg.model
+    moe = experts_of(AutoConfig.from_pretrained(path))
     # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     setup = DistributedSetup.build(
@@ -371,7 +466,7 @@ def build_model(cfg: Config, device: str):
             )
     with cuda_means_cpu(device):
         model = NeMoAutoModelForCausalLM.from_pretrained(
-            cfg.model,
+            path,
             torch_dtype=torch.float32,
             attn_implementation="sdpa",
             distributed_setup=setup,
@@ -386,14 +481,14 @@ def build_model(cfg: Config, device: str):
     return model, setup.mesh_context
 
 
-def build_optimizer(cfg: Config, model):
+def build_optimizer(cfg: Config, model, lr: float = 0.0):
     """AdamW and its schedule. One parameter group per device mesh, since foreach kernels cannot mix meshes."""
     groups = {}
     for p in model.parameters():
         if p.requires_grad:
             groups.setdefault(str(getattr(p, "device_mesh", None)), []).append(p)
     optimizer = torch.optim.AdamW(
-        [{"params": g} for g in groups.values()], lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay
+        [{"params": g} for g in groups.values()], lr=lr or cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay
     )
 
     def scale(step: int) -> float:
@@ -405,18 +500,54 @@ def build_optimizer(cfg: Config, model):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
 
 
-def clip_gradients(cfg: Config, model, mesh) -> float:
+@dataclass
+class Learner:
+    """A model that learns, the policy or the critic."""
+
+    replay: Replay
+    mesh: Any  # device meshes
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+
+
+def build_policy(cfg: Config, device: str) -> Learner:
+    model, mesh = build_model(cfg, device)
+    head = Head(model.get_output_embeddings(), entropy_gradient=cfg.entropy_coef != 0)
+    return Learner(Replay(model, cfg.temperature, head), mesh, *build_optimizer(cfg, model))
+
+
+def build_critic(cfg: Config, device: str) -> Learner | None:
+    """The critic of gae: --critic_model with a scalar head in its lm_head's place."""
+    if cfg.estimator != "gae":
+        return None
+    model, mesh = build_model(cfg, device, cfg.critic_model)
+    head = ValueHead(model)
+    return Learner(Replay(model, 1.0, head), mesh, *build_optimizer(cfg, model, cfg.critic_lr))
+
+
+def build_reference(cfg: Config, device: str) -> Replay | None:
+    """The frozen model that a KL is to: the reference, or a teacher."""
+    if not cfg.ref_model:
+        return None
+    return Replay(build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False), cfg.temperature)
+
+
+def clip_gradients(cfg: Config, replay: Replay, mesh) -> float:
     """Scale expert gradients for EP, clip all to --max_grad_norm, return the norm before."""
     from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
+    world = torch.distributed.get_world_size()
+    for p in replay.head.parameters() if isinstance(replay.head, ValueHead) else ():  # FSDP does not know it
+        dist.all_reduce(p.grad)
+        p.grad /= world
     moe_mesh = mesh.moe_mesh if cfg.ep > 1 else None
     norm = scale_grads_and_clip_grad_norm(
         cfg.max_grad_norm,
-        [model],
+        [replay.model],
         device_mesh=mesh.device_mesh,
         moe_mesh=moe_mesh,
         ep_axis_name="ep" if moe_mesh is not None else None,
-        dp_group_size=torch.distributed.get_world_size(),
+        dp_group_size=world,
         grad_norm_backend="triton",
     )
     return float(norm)
@@ -430,14 +561,15 @@ def checkpoints(out: str) -> list[Path]:
     return sorted(p for p in Path(out).glob("checkpoint-*") if not p.name.endswith(".tmp"))
 
 
-def training_state(model, optimizer) -> dict:
+def training_state(learners: dict) -> dict:
+    """Weights and moments of each learner, under its name."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
+    states = {name: get_state_dict(x.replay.model, x.optimizer) for name, x in learners.items()}
+    return {name: {"model": weights, "optimizer": moments} for name, (weights, moments) in states.items()}
 
 
-def save_checkpoint(cfg: Config, model, optimizer, scheduler, where: dict) -> None:
+def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict) -> None:
     """Write `where` (step, version, position) and all sharded state; atomic, by renaming a finished folder."""
     import torch.distributed.checkpoint as dcp
 
@@ -447,9 +579,10 @@ def save_checkpoint(cfg: Config, model, optimizer, scheduler, where: dict) -> No
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     dist.barrier()
-    dcp.save(training_state(model, optimizer), checkpoint_id=str(temporary))
+    dcp.save(training_state(learners), checkpoint_id=str(temporary))
     if dist.get_rank() == 0:
-        (temporary / "run.json").write_text(json.dumps(where | {"scheduler": scheduler.state_dict()}))
+        schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
+        (temporary / "run.json").write_text(json.dumps(where | {"schedulers": schedules}))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         for old in checkpoints(cfg.out)[: -cfg.keep]:
@@ -460,19 +593,21 @@ def save_checkpoint(cfg: Config, model, optimizer, scheduler, where: dict) -> No
 def newest(cfg: Config) -> dict:
     """Where the run stands: step, version and data position of the newest checkpoint, or zeros."""
     if not cfg.resume:
-        return {"step": 0, "version": 0, "position": 0}
+        return {"step": 0, "version": 0, "position": 0, "kl_coef": cfg.kl_coef}
     return json.loads((checkpoints(cfg.out)[-1] / "run.json").read_text())
 
 
-def load_checkpoint(cfg: Config, model, optimizer, scheduler) -> None:
-    """Load the newest checkpoint into model, optimizer and schedule, on any number of ranks."""
+def load_checkpoint(cfg: Config, learners: dict[str, Learner]) -> None:
+    """Load the newest checkpoint into models, optimizers and schedules, on any number of ranks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    state = training_state(model, optimizer)
+    state = training_state(learners)
     dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    scheduler.load_state_dict(newest(cfg)["scheduler"])
+    for name, x in learners.items():
+        weights, moments = state[name]["model"], state[name]["optimizer"]
+        set_state_dict(x.replay.model, x.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        x.scheduler.load_state_dict(newest(cfg)["schedulers"][name])
 
 
 def export(cfg: Config, model) -> Path:
@@ -649,28 +784,26 @@ def mixed_versions(micro) -> int:
     return int(((low < high) & micro.mask.any(1)).sum())
 
 
-def score(
-    replay: Replay, micros: list, segments: list, version: int, meter: Meter, temperature: float | None = None
-) -> list:
-    """Old log-probs [B, T] of each micro-batch, after its identity was checked; fills in gap/…, tokens/… and experts/…"""
-    old = []
+def observe(micro, logprobs, entropy, version: int, meter: Meter) -> None:
+    """What every forward of the policy before an update shows: gap/…, lag/… and the entropy."""
+    on, lags = micro.mask & (micro.versions == version), (version - micro.versions)[micro.mask]  # [B, T], [N]
+    meter.add(gap(logprobs, micro.behaviour_logprobs, on), "gap/on_version_")
+    meter.add(gap(logprobs, micro.behaviour_logprobs, micro.mask & ~on), "gap/off_version_")
+    meter.add({"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))})
+    meter.add({"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed_versions(micro), 0)})
+
+
+def score(replay: Replay, micros: list, segments: list, version: int, meter: Meter, temperature: float | None = None):
+    """Fill in the old log-probs of each micro-batch, after its identity was checked; gap/…, lag/…, tokens/… and experts/…"""
     with torch.no_grad():
         for micro in micros:
             if segments:  # the probe has no reply to check
                 meter.add({"tokens/digest_mismatch": (0.0, 0), "tokens/sampled": (check_identity(micro, segments), 0)})
             micro.to(next(replay.model.parameters()).device)
-            on = micro.mask & (micro.versions == version)  # [B, T]
-            with replay.experts(micro, counted=on):
-                logprobs, entropy = replay.forward(micro, temperature)
-            meter.add(gap(logprobs, micro.behaviour_logprobs, on), "gap/on_version_")
-            meter.add(gap(logprobs, micro.behaviour_logprobs, micro.mask & ~on), "gap/off_version_")
+            with replay.experts(micro, counted=micro.mask & (micro.versions == version)):
+                micro.old_logprobs, entropy = replay.forward(micro, temperature)
+            observe(micro, micro.old_logprobs, entropy, version, meter)
             meter.add(replay.expert_metrics(micro))
-            if segments:
-                lags = (version - micro.versions)[micro.mask]
-                meter.add({"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))})
-                meter.add({"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed_versions(micro), 0)})
-            old.append(logprobs)
-    return old
 
 
 def deal(cfg: Config, batch: dict, world: int) -> None:
@@ -687,84 +820,131 @@ def deal(cfg: Config, batch: dict, world: int) -> None:
         batch["plan"].append([[[rows[i] for i in micro] for micro in rank] for rank in dealt])
 
 
-def advantages_of(cfg: Config, batch: dict, rows: list[int], segments: list, meter: Meter):
-    """[B, T] advantages of this rank's rows, T the longest of them; moments are taken over all ranks."""
+def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
+    """Fill in the advantages of this rank's micro-batches, and the critic's targets; moments are taken over all ranks."""
 
     def all_sum(x: torch.Tensor) -> torch.Tensor:
         torch.distributed.all_reduce(x)
         return x
 
-    mask = torch.zeros((len(rows), max([1, *map(len, segments)])), dtype=torch.bool)  # [B, T]
-    for b, segment in enumerate(segments):
-        mask[b, : len(segment)] = torch.tensor(segment.mask)
-    credit = Batch(
-        mask,
-        rollout=torch.tensor([batch["rows"][i]["rollout"] for i in rows], dtype=torch.int64),
-        rewards=torch.tensor([r["result"].reward for r in batch["rollouts"]], dtype=torch.float64),
+    def together(name: str) -> torch.Tensor | None:
+        """One field of all micro-batches: [B, T], T the longest of them."""
+        fields = [getattr(m, name).cpu() for m in micros if getattr(m, name) is not None]
+        width = max(m.mask.shape[1] for m in micros)
+        return torch.cat([F.pad(x, (0, width - x.shape[1])) for x in fields]) if fields else None
+
+    results = [r["result"] for r in batch["rollouts"]]
+    rewards = clip_rewards(torch.tensor([r.reward for r in results], dtype=torch.float64), *cfg.reward_clip)  # [R]
+    names = sorted({name for r in results for name in r.rewards})
+    named = [[r.rewards.get(name, 0.0) for name in names] for r in results]
+    rollouts = Batch(
+        together("mask"),
+        rollout=torch.cat([m.rollout for m in micros]).cpu(),
+        rewards=rewards,
         groups=torch.tensor([r["group"] for r in batch["rollouts"]], dtype=torch.int64),
         all_sum=all_sum,
+        old_logprobs=together("old_logprobs"),
+        ref_logprobs=together("ref_logprobs"),
+        values=together("values"),
+        named_rewards=torch.tensor(named, dtype=torch.float64),
+        truncated=torch.tensor([r.truncated for r in results]),
     )
-    advantages, metrics = ESTIMATORS[cfg.estimator](credit, cfg)
+    if any(cfg.overlong):
+        penalty = overlong(lengths(rollouts), *cfg.overlong)  # [R]
+        rollouts.rewards = rewards + penalty
+        meter.add({"reward/overlong": (penalty.sum(), len(penalty))})
+    if cfg.estimator == "gdpo" and not names:
+        raise ValueError("--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else")
+    if cfg.kl_loss:  # then it is no part of the reward
+        cfg = dataclasses.replace(cfg, kl_coef=0.0)
+    advantages, metrics = ESTIMATORS[cfg.estimator](rollouts, cfg)
     meter.add(metrics)
-    return advantages
+    found = {"advantages": advantages} | (
+        {"targets": value_targets(rollouts, cfg)} if rollouts.values is not None else {}
+    )
+    for name, whole in found.items():
+        for micro, rows in zip(micros, whole.split([len(m.mask) for m in micros])):
+            setattr(micro, name, rows[:, : micro.mask.shape[1]].to(micro.mask.device))
 
 
-def global_tokens(tokens: list) -> float:
-    """Sum of this optimizer step's token counts over micro-batches and ranks, known before the first backward."""
-    total = torch.tensor(float(sum(tokens)), dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total)
+def weigh(cfg: Config, micro, meter: Meter) -> None:
+    """Fill in the weights of the correction of the mismatch between trainer and engine."""
+    bands = cfg.is_level, cfg.is_mode, cfg.is_band, cfg.loss in SEQUENCE_LOSSES
+    micro.weights, metrics = correction(micro.old_logprobs, micro.behaviour_logprobs, micro.mask, *bands)
+    meter.add(metrics)
 
 
 def check_mass(m: dict[str, float]) -> None:
     """The tokens of each optimizer step, divided by its denominator, add up to 1 over ranks and micro-batches."""
-    if "loss/mass" in m and not abs(m["loss/mass"] - 1) <= 1e-6:
-        raise InvariantError(
-            f"loss denominator: the tokens of an optimizer step over its denominator add up to {m['loss/mass']:.6g} (loss/mass): "
-            "the denominator was local to a rank or a micro-batch"
-        )
+    for name in ("loss/mass", "loss/critic_mass"):
+        if name in m and not abs(m[name] - 1) <= 1e-6:
+            raise InvariantError(
+                f"loss denominator: the tokens of an optimizer step over its denominator add up to {m[name]:.6g} ({name}): "
+                "the denominator was local to a rank or a micro-batch"
+            )
 
 
-def learn(cfg: Config, replay, optimizer, mesh, batch: dict, parts: list, old: list, advantages, meter: Meter) -> int:
-    """All optimizer steps on one batch; returns how many were taken.
+def policy_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, dict]:
+    """The loss of each token [B, T]: that of --loss, and where asked for the KL and the entropy bonus."""
+    logprobs, entropy = replay.forward(micro)
+    old = micro.behaviour_logprobs if cfg.old == "behaviour" else micro.old_logprobs
+    losses, metrics = LOSSES[cfg.loss](logprobs, old, micro.advantages, micro.mask, cfg, micro.behaviour_logprobs)
+    if cfg.kl_loss:
+        kl, seen = kl_loss(logprobs, micro.ref_logprobs, micro.mask, cfg.kl_type)
+        losses, metrics = losses + cfg.kl_coef * kl, metrics | seen
+    if cfg.entropy_coef:
+        losses = losses + cfg.entropy_coef * entropy_bonus(entropy, micro.mask)
+    return losses, metrics
 
-    parts: micro-batches of each minibatch; old: old log-probs of all micro-batches in that order; advantages: [B, T].
+
+def value_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, dict]:
+    """The critic's loss of each token [B, T]."""
+    (values,) = replay.forward(micro)
+    return value_loss(values, micro.values, micro.targets, micro.mask, cfg.value_clip)
+
+
+def shares(cfg: Config, batch: dict, part: list, size: int, agg: str) -> tuple[torch.Tensor, float, float]:
+    """(weight of a token of each rollout [R], denominator, mass) of one optimizer step, the same on every rank.
+
+    The denominator is that of the whole step, known before the first backward; mass: this rank's tokens over it, which add up to
+    1 over ranks. Denominator 0: there is nothing to learn from, on any rank.
     """
-    world, taken, flat = dist.get_world_size(), 0, [m for part in parts for m in part]
-    weights, credit = [], []
-    for micro, old_logprobs in zip(flat, old):
-        w, metrics = correction(
-            old_logprobs, micro.behaviour_logprobs, micro.mask, cfg.is_level, cfg.is_mode, cfg.is_band
-        )
-        meter.add(metrics)
-        weights.append(w)
-        a = advantages[micro.rows, : micro.mask.shape[1]] if micro.rows else advantages.new_zeros(micro.mask.shape)
-        credit.append(a.to(micro.mask.device))
+    mine = torch.zeros(len(batch["rollouts"]), dtype=torch.float64)  # [R]
+    for m in part:
+        mine.index_add_(0, m.rollout.cpu(), counted(m.weights, m.mask, cfg.is_denominator, per_row=True).double().cpu())
+    counts = mine.clone()
+    dist.all_reduce(counts)
+    share, total = seq_mean(counts) if agg == "seq_mean" else (torch.ones_like(counts), counts.sum())
+    mass = float((mine * share).sum() / total) if counts.sum() else 0.0
+    return share, float(counts.sum() and (cfg.loss_length * size if agg == "constant" else total)), mass
+
+
+def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, agg: str, meter: Meter, name: str) -> int:
+    """All optimizer steps of the policy or the critic on one batch; returns how many were taken.
+
+    parts: micro-batches of each minibatch; objective: (cfg, replay, micro) -> losses [B, T], metrics; name: "" or "critic_".
+    """
+    world, replay, taken = dist.get_world_size(), learner.replay, 0
     for _ in range(cfg.epochs):
-        at = 0
         for part, size in zip(parts, batch["sizes"]):
-            mine = range(at, at := at + len(part))
-            tokens = [counted(weights[i], flat[i].mask, cfg.is_denominator) for i in mine]
-            total = global_tokens(tokens)
-            if total == 0:  # nothing to learn from, on any rank
+            share, denominator, mass = shares(cfg, batch, part, size, agg)
+            if not denominator:
                 continue
-            denominator = total if cfg.loss_agg == "token_mean" else cfg.loss_length * size
-            meter.add({"loss/mass": (float(sum(tokens)) / total, 1 / world)})
-            for i in mine:
-                micro = flat[i]
+            meter.add({f"loss/{name}mass": (mass, 1 / world)})
+            for micro in part:
                 with replay.experts(micro):  # open through backward
-                    logprobs, _ = replay.forward(micro)
-                    losses, metrics = LOSSES[cfg.loss](logprobs, old[i], credit[i], micro.mask, cfg)
-                    loss = aggregate(losses, weights[i], micro.mask, denominator)
+                    losses, metrics = objective(cfg, replay, micro)
+                    weights = micro.weights * share.to(micro.weights)[micro.rollout, None]  # [B, T]
+                    loss = aggregate(losses, weights, micro.mask, denominator)
                     (loss * world).backward()  # FSDP averages over ranks
-                meter.add(metrics | {"loss/policy": (loss.detach(), 0)})
-            norm = clip_gradients(cfg, replay.model, mesh)
+                meter.add(metrics | {f"loss/{name or 'policy'}".rstrip("_"): (loss.detach(), 0)})
+            norm = clip_gradients(cfg, replay, learner.mesh)
             finite = math.isfinite(norm)
             if finite:
-                optimizer.step()
-            optimizer.zero_grad()
+                learner.optimizer.step()
+            learner.optimizer.zero_grad()
             taken += finite
-            meter.add({"optim/skipped": (not finite, 0), "optim/grad_norm": norm if finite else 0.0})
+            meter.add({f"optim/{name}skipped": (not finite, 0), f"optim/{name}grad_norm": norm if finite else 0.0})
     return taken
 
 
@@ -880,6 +1060,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     clock = Clock()
     where = newest(cfg)
+    cfg.kl_coef = where["kl_coef"]
     engines, rollouts, address = [], None, None
     if rank == 0:  # the engines load while this process imports and builds its model
         engines, rollouts, address = launch(cfg, rows, where["position"], 2 if cfg.estimator in GROUP_ESTIMATORS else 1)
@@ -901,16 +1082,16 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     if rank:
         ray.init(**address)
         rollouts = ray.get_actor("rollouts")
-    model, mesh = build_model(cfg, device)
-    optimizer, scheduler = build_optimizer(cfg, model)
+    policy, critic, reference = build_policy(cfg, device), build_critic(cfg, device), build_reference(cfg, device)
+    learners = {"policy": policy} | ({"critic": critic} if critic else {})
     if cfg.resume:
-        load_checkpoint(cfg, model, optimizer, scheduler)
-    replay, console = Replay(model, cfg.temperature), Console(quiet=rank > 0)
+        load_checkpoint(cfg, learners)
+    replay, console = policy.replay, Console(quiet=rank > 0)
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
     clock.mark("time/start_trainer")
     ray.get([e.ready.remote() for e in engines], timeout=START_TIMEOUT)
     host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
-    refit = Refit(model, engines, cfg.engine_tp, getattr(torch, cfg.dtype), cfg.refit_bucket_mb, host)
+    refit = Refit(replay.model, engines, cfg.engine_tp, getattr(torch, cfg.dtype), cfg.refit_bucket_mb, host)
     clock.mark("time/start_engines")
 
     def molt(version: int) -> tuple[dict, Meter]:
@@ -947,23 +1128,40 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         rows = ray.get(rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
         segments = [ray.get(row) if isinstance(row, ray.ObjectRef) else row for row in rows]
         place = {row: at for at, row in enumerate(mine)}
-        parts = [[pack(segments, [place[i] for i in micro]) for micro in part] for part in parts]
+        owners = [batch["rows"][i]["rollout"] for i in mine]
+        parts = [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts]
+        micros = [micro for part in parts for micro in part]
 
         # identity, versions and experts are checked before anything is learnt
         meter = Meter(seen)
-        old = score(replay, [m for part in parts for m in part], segments, version, meter)
+        score(replay, micros, segments, version, meter)
         checked = meter.reduce(control)
         check_gates(cfg, checked)
 
-        # credit and gradient
+        # what the reference and the critic say; credit; the weights of the correction
         meter = Meter()
-        advantages = advantages_of(cfg, batch, mine, segments, meter)
-        lr = scheduler.get_last_lr()[0]
-        taken = learn(cfg, replay, optimizer, mesh, batch, parts, old, advantages, meter)
-        scheduler.step()
+        with torch.no_grad():
+            for micro in micros:
+                micro.ref_logprobs = reference.forward(micro)[0] if reference else None
+                micro.values = critic.replay.forward(micro)[0] if critic else None
+        credit(cfg, batch, micros, meter)
+        for micro in micros:
+            weigh(cfg, micro, meter)
+
+        # gradient
+        lr, taken = policy.scheduler.get_last_lr()[0], 0
+        if critic:
+            learn(cfg, critic, batch, parts, value_objective, "token_mean", meter, "critic_")
+        if step >= cfg.critic_warmup_steps:
+            taken = learn(cfg, policy, batch, parts, policy_objective, cfg.loss_agg, meter, "")
+        for learner in learners.values():
+            learner.scheduler.step()
         learnt = meter.reduce(control)
         check_mass(learnt)
         version += taken > 0
+        if cfg.kl_target:
+            rollouts_seen = len(batch["rollouts"])
+            cfg.kl_coef = adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts_seen)
         clock.mark("time/train")
 
         # the molt
@@ -982,15 +1180,15 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
                 console.print(
                     f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red", markup=False
                 )
-        where = {"step": step + 1, "version": version, "position": position}
+        where = {"step": step + 1, "version": version, "position": position, "kl_coef": cfg.kl_coef}
         if cfg.save_every and (step + 1) % cfg.save_every == 0:
-            save_checkpoint(cfg, model, optimizer, scheduler, where)
+            save_checkpoint(cfg, learners, where)
             clock.mark("time/save")
 
     if rank == 0:
         log.close()
-    save_checkpoint(cfg, model, optimizer, scheduler, where)
-    folder = export(cfg, model)
+    save_checkpoint(cfg, learners, where)
+    folder = export(cfg, replay.model)
     console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
     dist.barrier()
     dist.destroy_process_group()
@@ -1001,12 +1199,14 @@ def main(argv: list[str] | None = None) -> int:
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ.update({k: v for k, v in alone.items() if k not in os.environ})  # without torchrun: one rank
     rank = int(os.environ["RANK"])
-    if "PYTHONWARNINGS" not in os.environ:  # libraries warn about much that is meant to be so; set it to see all of it
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
     try:
         cfg = parse(argv)
         validate(cfg, int(os.environ["WORLD_SIZE"]))
+        if (
+            "PYTHONWARNINGS" not in os.environ
+        ):  # libraries warn about much that is meant to be so; set it to see all of it
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
         rows = check_inputs(cfg) if rank == 0 else None
     except ValueError as e:
         if rank == 0:

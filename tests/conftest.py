@@ -70,9 +70,8 @@ class Stage:
         from transformers import AutoConfig, AutoTokenizer
 
         from refit import Refit
-        from replay import Replay
         from server import Chat
-        from train import Config, build_model, build_optimizer, experts_of
+        from train import Config, build_policy, experts_of
 
         moe = bool(experts_of(AutoConfig.from_pretrained(model)))
         defaults = dict(
@@ -87,9 +86,9 @@ class Stage:
         place = dict(num_cpus=1, max_concurrency=1000)
         self.engine = ray.remote(Engine).options(**place).remote(SimpleNamespace(**vars(self.cfg)), 0, True)
         self.chat = Chat(AutoTokenizer.from_pretrained(model))
-        self.model, self.mesh = build_model(self.cfg, "cpu")
-        self.optimizer, _ = build_optimizer(self.cfg, self.model)
-        self.replay = Replay(self.model, self.cfg.temperature)
+        self.policy = build_policy(self.cfg, "cpu")
+        self.replay, self.optimizer = self.policy.replay, self.policy.optimizer
+        self.model = self.replay.model
         ray.get(self.engine.ready.remote(), timeout=300)
         self.refit = Refit(self.model, [self.engine], 1, torch.float32, 1)
         self.version = -1
@@ -175,12 +174,13 @@ class Stage:
 
         import torch
 
+        from agent import Result
         from replay import pack
-        from train import Meter, advantages_of, check_mass, deal, learn, score
+        from train import Meter, check_mass, credit, deal, learn, policy_objective, score, weigh
 
         cfg = dataclasses.replace(self.cfg, max_grad_norm=1e9, **flags)
         rewards = rewards or [float(i % 3) for i in range(len(segments))]
-        results = [SimpleNamespace(reward=r) for r in rewards]
+        results = [Result(reward=r) for r in rewards]
         batch = {
             "rollouts": [{"group": i // 2, "result": r} for i, r in enumerate(results)],
             "rows": [{"id": i, "rollout": i, "tokens": len(s)} for i, s in enumerate(segments)],
@@ -189,10 +189,12 @@ class Stage:
         parts, meter = [p[0] for p in batch["plan"]], Meter()
         mine = [i for part in parts for m in part for i in m]
         rows = [segments[i] for i in mine]
-        parts = [[pack(rows, [mine.index(i) for i in m]) for m in part] for part in parts]
-        old = score(self.replay, [m for part in parts for m in part], rows, self.version, meter)
-        advantages = advantages_of(cfg, batch, mine, rows, meter)
-        gradient = []
+        parts = [[pack(rows, [mine.index(i) for i in m], mine) for m in part] for part in parts]
+        micros, gradient = [m for part in parts for m in part], []
+        score(self.replay, micros, rows, self.version, meter)
+        credit(cfg, batch, micros, meter)
+        for micro in micros:
+            weigh(cfg, micro, meter)
 
         class Keep:  # an optimizer that keeps the gradient and moves nothing
             def step(_):
@@ -201,7 +203,8 @@ class Stage:
             def zero_grad(_):
                 self.model.zero_grad()
 
-        learn(cfg, self.replay, Keep(), self.mesh, batch, parts, old, advantages, meter)
+        learner = dataclasses.replace(self.policy, optimizer=Keep())
+        learn(cfg, learner, batch, parts, policy_objective, cfg.loss_agg, meter, "")
         check_mass(metrics := meter.local())
         return metrics, gradient[-1]
 

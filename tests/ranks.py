@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 tests/ranks.py MODEL OUT.pt [EP [TOKENS_PER_MICROBAT
 
 import os
 import sys
-from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from test_replay import segment
 
 import train
-from replay import Replay, pack
+from agent import Result
+from replay import Head, Replay, ValueHead, pack
 
 
 def full(tensor):
@@ -24,20 +24,30 @@ def full(tensor):
 
 
 def main(tiny: str, out: str) -> None:
-    """All jobs in one process, since most of the time is imports. A job: name, model, tokens per micro-batch, estimator."""
+    """All jobs in one process, since most of the time is imports. A job: name, model, tokens per micro-batch, flags."""
     dist.init_process_group("gloo")
-    for name, model, budget, estimator in (
-        ("dense", "dense", 16384, "reinforce_baseline"),
-        ("dense-many", "dense", 100, "reinforce_baseline"),
-        ("dense-positive", "dense", 150, "reinforce"),
-        ("tied", "tied", 16384, "reinforce_baseline"),
-        ("moe", "moe", 16384, "reinforce_baseline"),
+    whole = dict(estimator="reinforce_baseline")
+    sequences = dict(
+        estimator="grpo", loss="gspo", loss_agg="seq_mean", is_level="geo", is_mode="mask", is_band=(0.1, 9)
+    )
+    sequences |= dict(entropy_coef=0.01, kl_coef=0.1, kl_loss=True)
+    for name, model, budget, flags in (
+        ("dense", "dense", 16384, whole),
+        ("dense-many", "dense", 100, whole),
+        ("dense-positive", "dense", 150, dict(estimator="reinforce", whiten=False)),
+        ("tied", "tied", 16384, whole),
+        ("moe", "moe", 16384, whole),
+        ("sequences", "dense", 16384, sequences),
+        ("sequences-many", "dense", 100, sequences),
+        ("critic", "dense", 16384, dict(estimator="gae")),
+        ("critic-many", "dense", 100, dict(estimator="gae")),
+        ("critic-tied", "tied", 100, dict(estimator="gae", kl_coef=0.1)),
     ):
-        job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, estimator)
+        job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, flags)
     dist.destroy_process_group()
 
 
-def job(model_name: str, out: str, budget: int, estimator: str) -> None:
+def job(model_name: str, out: str, budget: int, flags: dict) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     ep = world if model_name.endswith("moe") else 1
     cfg = train.Config(
@@ -45,17 +55,15 @@ def job(model_name: str, out: str, budget: int, estimator: str) -> None:
         dtype="float32",
         ep=ep,
         tokens_per_microbatch=budget,
-        estimator=estimator,
-        whiten=estimator != "reinforce",
         minibatches=1,
-        is_level="token",
-        is_mode="clip",
-        is_band=(0.5, 2.0),
         max_grad_norm=1e9,
+        **dict(is_level="token", is_mode="clip", is_band=(0.5, 2.0)) | flags,
     )
+    train.validate(cfg, world)
     model, mesh = train.build_model(cfg, "cpu")
+    critic = ValueHead(model) if cfg.estimator == "gae" else None  # in the policy's place: what a critic does is tested
     start = {n: full(p) for n, p in model.named_parameters()}
-    replay = Replay(model, 1.0)
+    replay = Replay(model, 1.0, critic or Head(model.get_output_embeddings(), cfg.entropy_coef != 0))
     gradients = {}
 
     class Keep(torch.optim.SGD):
@@ -81,25 +89,28 @@ def job(model_name: str, out: str, budget: int, estimator: str) -> None:
         rows.append(row)
         owners.append(i % 10)
     batch = {
-        "rollouts": [{"group": i // 2, "result": SimpleNamespace(reward=float(rng.random()))} for i in range(10)],
+        "rollouts": [{"group": i // 2, "result": Result(reward=float(rng.random()))} for i in range(10)],
         "rows": [{"id": i, "rollout": o, "tokens": len(r)} for i, (o, r) in enumerate(zip(owners, rows))],
     }
     train.deal(cfg, batch, world)
     parts = [p[rank] for p in batch["plan"]]
     mine = [i for part in parts for m in part for i in m]
     segments = [rows[i] for i in mine]
-    parts = [[pack(segments, [mine.index(i) for i in m]) for m in part] for part in parts]
-    meter = train.Meter()
-    with torch.no_grad():
-        old = []
-        for micro in (m for part in parts for m in part):
-            with replay.experts(micro):
-                old.append(replay.forward(micro)[0])
-            micro.behaviour_logprobs = (
-                torch.sin(micro.tokens.float()) - 4.5
-            )  # an engine that is off, the same on any rank
-    advantages = train.advantages_of(cfg, batch, mine, segments, meter)
-    train.learn(cfg, replay, optimizer, mesh, batch, parts, old, advantages, meter)
+    owners = [owners[i] for i in mine]
+    parts = [[pack(segments, [mine.index(i) for i in m], owners) for m in part] for part in parts]
+    micros, meter = [m for part in parts for m in part], train.Meter()
+    for micro in micros:  # an engine, a reference and a critic that are off, the same on any rank
+        micro.behaviour_logprobs = torch.sin(micro.tokens.float()) - 4.5
+        micro.ref_logprobs = torch.cos(micro.tokens.float()) - 4.5 if cfg.kl_coef else None
+        micro.values = torch.sin(micro.tokens.float()) / 2 if critic else None
+        with torch.no_grad(), replay.experts(micro):
+            micro.old_logprobs = micro.behaviour_logprobs + 0.1 if critic else replay.forward(micro)[0]
+    train.credit(cfg, batch, micros, meter)
+    for micro in micros:
+        train.weigh(cfg, micro, meter)
+    learner = train.Learner(replay, mesh, optimizer, None)
+    objective = train.value_objective if critic else train.policy_objective
+    train.learn(cfg, learner, batch, parts, objective, cfg.loss_agg, meter, "critic_" if critic else "")
     metrics = meter.reduce(dist.group.WORLD)
     train.check_mass(metrics)
     weights = {n: full(p) for n, p in model.named_parameters()}

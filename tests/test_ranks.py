@@ -22,7 +22,8 @@ def result(tiny, tmp_path_factory):
 
 
 def same(a, b, what):
-    assert a["metrics"]["loss/policy"] == pytest.approx(b["metrics"]["loss/policy"], rel=1e-6, abs=1e-7)
+    (key,) = {"loss/policy", "loss/critic"} & a["metrics"].keys()
+    assert a["metrics"][key] == pytest.approx(b["metrics"][key], rel=1e-6, abs=1e-7)
     for kind in ("gradients", "weights"):
         assert a[kind].keys() == b[kind].keys()
         for name in a[kind]:
@@ -31,7 +32,7 @@ def same(a, b, what):
             assert gap <= 1e-6 * (1 if kind == "weights" else 3), f"{what}: {kind} of {name} differ by {gap:.1e}"
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+@pytest.mark.parametrize("model", ["dense", "tied", "moe", "sequences", "critic", "critic-tied"])
 def test_two_ranks_give_the_loss_gradient_and_weights_of_one(result, model):
     same(result(model, 1), result(model, 2), f"{model} on 2 ranks")
 
@@ -39,6 +40,9 @@ def test_two_ranks_give_the_loss_gradient_and_weights_of_one(result, model):
 def test_many_micro_batches_give_the_gradient_of_few(result):
     same(result("dense", 1), result("dense-many", 1), "100 tokens a micro-batch")
     same(result("dense", 1), result("dense-many", 2), "2 ranks, 100 tokens a micro-batch")
+    for name in ("sequences", "critic"):
+        same(result(name, 1), result(f"{name}-many", 1), f"{name}, 100 tokens a micro-batch")
+        same(result(name, 1), result(f"{name}-many", 2), f"{name}, 2 ranks, 100 tokens a micro-batch")
 
 
 def test_the_loss_of_two_ranks_is_that_of_one_to_a_millionth(result):

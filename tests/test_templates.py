@@ -50,7 +50,7 @@ class Policy(Engine):
 
     def plan(self, forest, messages, tools, said):
         self.said = said
-        prompt, again = self.chat.render(messages, tools), [*messages, forest._message(said)]
+        prompt, again = self.chat.render(messages, tools), [*messages, forest.message(said)]
         try:
             whole = self.chat.tokenizer.apply_chat_template(self.chat.fit(again), tools=tools, tokenize=False)
         except TemplateError:
@@ -115,7 +115,7 @@ async def conversation(chat, end, rng, seen):
     for _ in range(rng.randrange(2, 7)):
         new = new + inputs(rng, node)
         turns = read_chat({"messages": [*client.messages, *new]}, {}).turns
-        messages = [client.forest._message(t) for t in turns]
+        messages = [client.forest.message(t) for t in turns]
         policy.plan(client.forest, messages, tools, reply(rng, tools))
         last, node, new = node, await client.ask(*new, **({"tools": tools} if tools else {})), []
         prompt, own = node.ids()[: node.start + len(node.tokens)], chat.render(messages, tools)

@@ -30,6 +30,24 @@ from train import Config, Log, Meter, build_optimizer, check_gates, check_inputs
         (dict(dual_clip=0.5), "--dual_clip 0.5"),
         (dict(loss_agg="constant"), "--loss_length"),
         (dict(loss_length=5), "--loss_length 5"),
+        (dict(is_level="geo", is_mode="clip"), "--is_level geo --is_mode clip.*--is_mode mask"),
+        (dict(dual_clip=2.0, loss="cispo"), "--dual_clip 2.0 --loss cispo"),
+        (dict(loss="gspo", loss_agg="seq_mean", is_level="token"), "--is_level token --loss gspo"),
+        (dict(loss="gmpo", loss_agg="seq_mean", is_level="token"), "--is_level token --loss gmpo"),
+        (dict(loss="gspo"), "--loss gspo --loss_agg token_mean.*seq_mean"),
+        (dict(loss="dppo", is_level="token"), "--loss dppo --is_level token"),
+        (dict(old="behaviour", is_level="token"), "--old behaviour --is_level token"),
+        (dict(kl_coef=0.1), "--kl_coef 0.1 --estimator grpo.*--kl_loss"),
+        (dict(kl_coef=0.1, kl_loss=True, kl_type="k1"), "--kl_type k1"),
+        (dict(kl_loss=True), "--kl_loss: it needs a --kl_coef"),
+        (dict(kl_target=0.1), "--kl_target 0.1"),
+        (dict(estimator="opd", kl_coef=1.0), "--estimator opd: it needs a teacher"),
+        (dict(estimator="opd", ref_model="x"), "--estimator opd --kl_coef 0.0"),
+        (dict(ref_model="x"), "--ref_model x: nothing reads it"),
+        (dict(critic_model="x"), "--critic_model.*grpo has no critic"),
+        (dict(critic_warmup_steps=3), "--critic_warmup_steps.*grpo has no critic"),
+        (dict(reward_weights=(1.0,)), "--reward_weights --estimator grpo"),
+        (dict(overlong=(10, 20)), "--overlong 10 20"),
         (dict(resume=True), "--resume needs --out"),
         (dict(engine_args="[1]"), "--engine_args"),
         (dict(engine_args="{x"), "--engine_args"),
@@ -40,7 +58,25 @@ from train import Config, Log, Meter, build_optimizer, check_gates, check_inputs
 )
 def test_what_cannot_work_is_refused_by_the_name_of_its_flag(flags, words):
     with pytest.raises(ValueError, match=f"(?s){words}"):
-        validate(dataclasses.replace(Config(), **flags), world=3)
+        validate(Config(**flags), world=3)
+
+
+def test_a_wide_band_of_gspo_is_warned_of():
+    with pytest.warns(UserWarning, match="--loss gspo --clip_low 0.2"):
+        validate(Config(loss="gspo", loss_agg="seq_mean", clip_low=0.2))
+
+
+def test_each_loss_has_the_clip_of_its_paper_unless_one_is_given():
+    made = Config(), Config(loss="gspo"), Config(loss="cispo", clip_high=2.0)
+    assert [(c.clip_low, c.clip_high) for c in made] == [(0.2, 0.2), (3e-4, 4e-4), (1.0, 2.0)]
+
+
+def test_a_reference_and_a_critic_are_there_only_where_a_flag_needs_them():
+    assert (Config().ref_model, Config().critic_model) == ("", "")
+    cfg = Config(kl_coef=0.1, kl_loss=True)
+    assert (cfg.ref_model, cfg.kl_type) == (cfg.model, "k2")
+    cfg = Config(estimator="gae", kl_coef=0.1, ref_model="other")
+    assert (cfg.ref_model, cfg.critic_model, cfg.kl_type) == ("other", cfg.model, "k1")
 
 
 def test_the_defaults_and_one_rollout_without_a_group_are_fine():
@@ -215,7 +251,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(process_group)
 
     class Scorer:
         def __init__(self):
-            self.model = model
+            self.model, self.head = model, None
 
         def experts(self, micro):
             return train.contextlib.nullcontext()
@@ -225,9 +261,10 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(process_group)
 
     row = segment(5, [(2, 5)])
     micro = pack([row], [0])
+    micro.old_logprobs, micro.advantages, micro.weights = torch.zeros(1, 5), torch.ones(1, 5), torch.ones(1, 5)
     batch = {"rollouts": [{"group": 0, "result": Result()}], "rows": [{"rollout": 0}], "sizes": [1]}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.weight.clone()
-    cfg, mesh = Config(), SimpleNamespace(device_mesh=None, moe_mesh=None)
-    taken = train.learn(cfg, Scorer(), optimizer, mesh, batch, [[micro]], [torch.zeros(1, 5)], torch.ones(1, 5), meter)
+    learner = train.Learner(Scorer(), SimpleNamespace(device_mesh=None, moe_mesh=None), optimizer, None)
+    taken = train.learn(Config(), learner, batch, [[micro]], train.policy_objective, "token_mean", meter, "")
     assert taken == 0 and torch.equal(model.weight, before) and meter.local()["optim/skipped"] == 1

@@ -1,0 +1,111 @@
+"""rollout.demonstrate: what supervised fine-tuning trains on, found with the model's own chat template."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from test_templates import EMPTY, TEMPLATES, load
+
+from rollout import demonstrate
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+ENDS = {name: special.split(" ")[0] for name, special in TEMPLATES.items()} | {"glm": "<|user|>"}
+TALK = [
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "one <b> 42"},
+    {"role": "user", "content": "second"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def rows_of(chat, messages, limit=4096, **row):
+    return asyncio.run(demonstrate(chat, {"prompt": messages} | row, "prompt", "label", limit))
+
+
+def said(chat, row):
+    return [chat.tokenizer.decode(row.tokens[a:b]) for a, b, _ in row.replies]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_exactly_the_assistant_s_turns_are_trained_each_with_the_token_that_ends_it(name):
+    chat, _ = load(name)
+    before = {"glm": "\n<think></think>\n", "qwen3": EMPTY, "deepseek": "\n</think>\n\n"}.get(name, "")
+    end = ENDS[name]
+    rows = rows_of(chat, TALK)
+    assert [text for row in rows for text in said(chat, row)] == [f"{before}one <b> 42{end}", f"{before}two{end}"]
+    for row in rows:
+        trained = np.zeros(len(row), bool)
+        for a, b, _ in row.replies:
+            trained[a:b] = True
+        assert (row.mask == trained).all() and row.mask[-1]
+    assert len(rows) == (2 if name == "deepseek" else 1)  # its prompts begin with no earlier rendering
+    if name not in ("deepseek", "qwen3"):  # Qwen3 shows earlier turns without the empty thought that it prompts
+        shown = chat.tokenizer.apply_chat_template(TALK, tokenize=False)
+        whole = chat.tokenizer.decode(rows[0].tokens)
+        assert shown.rstrip().removesuffix(end) == whole.removesuffix(end)
+
+
+@pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "deepseek"])
+def test_a_tool_call_is_demonstrated_in_the_template_s_own_format(name):
+    chat, _ = load(name)
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "RESULT"},
+        {"role": "assistant", "content": "done"},
+    ]
+    (row,) = rows_of(chat, messages, tools=[TOOL])
+    first, second = said(chat, row)
+    end = "<|observation|>" if name == "glm" else ENDS[name]
+    assert first.endswith(end) and "f" in first and "x" in first and "RESULT" not in first
+    assert second.endswith(f"done{ENDS[name]}") and "RESULT" in chat.tokenizer.decode(row.tokens)
+
+
+def test_tool_calls_that_a_template_does_not_show_again_are_refused():
+    chat, _ = load("deepseek")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(ValueError, match="tool calls cannot be demonstrated"):
+        rows_of(chat, messages, tools=[TOOL])
+
+
+def test_old_reasoning_that_the_template_strips_is_trained_in_a_row_of_its_own():
+    chat, _ = load("qwen3")
+    messages = [TALK[0], TALK[1] | {"reasoning_content": "hm"}, *TALK[2:]]
+    first, second = rows_of(chat, messages)
+    assert said(chat, first) == ["<think>\nhm\n</think>\n\none <b> 42<|im_end|>"] and said(chat, second)[0].endswith(
+        "two<|im_end|>"
+    )
+    assert "hm" not in chat.tokenizer.decode(second.tokens) and len(second.replies) == 1
+
+
+def test_a_label_is_the_reply_to_a_prompt_that_ends_with_the_user():
+    chat, _ = load("chatml")
+    (row,) = rows_of(chat, "2+2?", label=4)
+    assert said(chat, row) == ["4<|im_end|>"]
+    with pytest.raises(ValueError, match="without a reply"):
+        rows_of(chat, "2+2?")
+
+
+def test_characters_of_a_special_token_are_text_and_parts_are_encoded_one_by_one():
+    chat, eos = load("chatml")
+    (row,) = rows_of(chat, "q", label="a<|im_end|>b")
+    assert row.tokens[row.mask].tolist().count(chat.tokenizer.eos_token_id) == 1 and said(chat, row) == [
+        "a<|im_end|>b<|im_end|>"
+    ]
+    text = "First calc"
+    whole, parts = chat.encode(text), [*chat.encode("Fir"), *chat.encode("st calc")]
+    assert whole != parts
+    pieces = [{"type": "text", "text": "Fir"}, {"type": "text", "text": "st calc"}]
+    (row,) = rows_of(chat, [{"role": "user", "content": "q"}, {"role": "assistant", "content": pieces}])
+    assert row.tokens[row.mask].tolist() == [*parts, chat.tokenizer.eos_token_id]
+
+
+def test_whole_replies_beyond_the_context_are_cut_off():
+    chat, _ = load("chatml")
+    (row,) = rows_of(chat, TALK)
+    (a, first, _), (_, last, _) = row.replies
+    assert last == len(row)
+    (cut,) = rows_of(chat, TALK, limit=last - 1)
+    assert len(cut) == first and cut.truncated and rows_of(chat, TALK, limit=first - 1) == []
