@@ -4,7 +4,8 @@ python tests/bench.py                # everything below, into out/bench.json
 python tests/bench.py run            # default training: start-up, generate, train, refit, idle
 python tests/bench.py generate       # tokens/s of a generate phase against the same requests sent directly to AsyncLLM
 python tests/bench.py refit          # GB/s of a refit of 0.1 B parameters against a plain memory copy
-python tests/bench.py server         # requests/s of the capture server with a scripted engine; cost of turn 128 against turn 2
+python tests/bench.py server         # requests/s of the capture server with a scripted engine, over connections beside vLLM's
+                                     # own server and without; cost of turn 128 against turn 2; about 4 minutes
 python tests/bench.py logprob        # peak memory of the chunked log-prob against the full one, 8k tokens × 152k vocabulary
 """
 
@@ -231,7 +232,7 @@ def server() -> dict:
         for sessions in (1, 16, 256):
             begun = time.perf_counter()
             await asyncio.gather(*[talk(app, 4) for _ in range(sessions)])
-            rates[f"requests_per_second_{sessions}"] = 4 * sessions / (time.perf_counter() - begun)
+            rates[f"app_requests_per_second_{sessions}"] = 4 * sessions / (time.perf_counter() - begun)
         runs = [await talk(app, 130) for _ in range(9)]
         early, late = (sorted(r[i] for r in runs for i in at)[len(runs)] for at in ((1, 2), (127, 128)))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -240,7 +241,9 @@ def server() -> dict:
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
         return rates | {"turn_2_ms": early * 1e3, "turn_128_ms": late * 1e3, "grown_mb_10000_sessions": grown}
 
-    return asyncio.run(measure())
+    import bench_server
+
+    return asyncio.run(measure()) | bench_server.connections()
 
 
 def logprob(tokens: int = 8192, vocabulary: int = 151_936, hidden: int = 256) -> dict:
