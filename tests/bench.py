@@ -5,7 +5,7 @@ python tests/bench.py run            # default training: start-up, generate, tra
 python tests/bench.py generate       # tokens/s of a generate phase against the same requests sent directly to AsyncLLM
 python tests/bench.py refit          # GB/s of a refit of 0.1 B parameters against a plain memory copy
 python tests/bench.py server         # requests/s of the capture server with a scripted engine, over connections beside vLLM's
-                                     # own server and without; cost of turn 128 against turn 2; about 4 minutes
+                                     # own server and without; cost of turn 128 against turn 2; 2 to 4 minutes
 python tests/bench.py logprob        # peak memory of the chunked log-prob against the full one, 8k tokens × 152k vocabulary
 """
 
@@ -305,7 +305,7 @@ def main() -> None:
     json.dump(everything, open(path, "w"), indent=1)
     print(f"\n{name}")
     for key, value in result.items():
-        print(f"  {key:28} {value:.4g}" if isinstance(value, float) else f"  {key:28} {value}")
+        print(f"  {key:36} {value:.4g}" if isinstance(value, float) else f"  {key:36} {value}")
     return None
 
 

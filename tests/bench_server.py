@@ -4,7 +4,8 @@ Three servers, each in a process of its own, on one core: instar's; vLLM's FastA
 and an app that reads the body and answers at once, which shows what uvicorn, the socket and the client cost. All have uvicorn,
 httptools and uvloop, as in a Runner and under `vllm serve`. The client has another core: raw HTTP over connections that stay
 open, bodies made before. Sessions of 4 and 8 turns, no two of the same words, resend their whole history. The servers take turns
-in every round; a number is the median over the rounds, a ratio that of the rounds' ratios.
+in every round; a number is the median over the rounds, a ratio that of the rounds' ratios. Where other work shares the cores,
+cpu_ms is what to trust: the scheduler gives more of a core to vLLM's threads than to one.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ LOADS = {  # name -> concurrent sessions, sessions of a round, streamed, how lon
     "stream_256": (256, 512, True, 1),
     "long_16": (16, 48, False, 100),  # 2 kB: what a tool gives back
 }
-ROUNDS = 9
+ROUNDS = 7
 SERVERS = {"instar": "", "vllm": "vllm_", "echo": "echo_"}  # and how their numbers are named
 
 
