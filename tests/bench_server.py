@@ -27,7 +27,7 @@ LOADS = {  # name -> concurrent sessions, sessions of a round, streamed, how lon
     "stream_256": (256, 512, True, 1),
     "long_16": (16, 48, False, 100),  # 2 kB: what a tool gives back
 }
-ROUNDS = 7
+ROUNDS, SECONDS = 7, 120  # at most so many rounds, and none begun later: a busy machine gets fewer
 SERVERS = {"instar": "", "vllm": "vllm_", "echo": "echo_"}  # and how their numbers are named
 
 
@@ -47,7 +47,10 @@ def attend(pipe, port: int, opened, closed) -> None:
     """Tell the port, then obey: open sessions and tell their paths, close them, tell the CPU seconds spent so far."""
 
     def obey():
-        name, *args = pipe.recv()
+        try:
+            name, *args = pipe.recv()
+        except EOFError:  # the client is gone
+            os._exit(0)
         pipe.send({"open": opened, "close": closed, "cpu": time.process_time}[name](*args))
 
     pipe.send(port)
@@ -266,8 +269,10 @@ async def measure(targets: dict[str, Target]) -> dict:
         tokens = [(r["usage"]["prompt_tokens"], r["usage"]["completion_tokens"]) for r in replies]
         work.append((tokens, [r["choices"][0]["message"]["content"] for r in replies]))
     assert work[0] == work[1] and set(work[0][1]) == {SAID}, "both do the same work"
-    rounds, orders, found = {name: [] for name in LOADS}, list(SERVERS), {}
-    for _ in range(ROUNDS + 1):
+    rounds, orders, found, begun = {name: [] for name in LOADS}, list(SERVERS), {}, time.perf_counter()
+    for i in range(ROUNDS + 1):
+        if i > 1 and time.perf_counter() - begun > SECONDS:
+            break
         orders = orders[1:] + orders[:1]
         for name, load in LOADS.items():
             rounds[name].append({kind: await targets[kind].load(*load) for kind in orders})
