@@ -13,7 +13,7 @@ This module runs no model and does not log: a metric is a (sum, count) pair of t
 caller adds up over ranks. B = rows of this rank, T = tokens of a row, R = rollouts of the whole batch, K = named
 rewards. It imports torch only and is tested alone:
 
-    pytest tests/test_estimator.py tests/test_reference_estimator.py
+    pytest tests/test_estimator.py
 """
 
 import math
