@@ -19,6 +19,7 @@ rewards. It imports torch only and is tested alone:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -42,6 +43,12 @@ class Batch:
     values: torch.Tensor | None = None  # [B, T], the critic's before the update: V_t of the state before token t
     named_rewards: torch.Tensor | None = None  # [R, K] float64, for gdpo
     truncated: torch.Tensor | None = None  # [R] bool, for cfg.bootstrap_truncated
+
+    @cached_property
+    def after(self) -> torch.Tensor:
+        """How many action tokens of the row come after token t: [B, T] int64."""
+        until = self.mask.cumsum(1)  # [B, T], those up to t
+        return until[:, -1:] - until
 
 
 def group_sum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -109,27 +116,23 @@ def kl(batch: Batch, kind: str) -> torch.Tensor:
     """
     old, ref = batch.old_logprobs.double(), batch.ref_logprobs.double()  # [B, T]
     d = old.masked_fill(~batch.mask, 0.0) - ref.masked_fill(~batch.mask, 0.0)  # [B, T]
-    clamped = d.clamp(-20.0, 20.0)  # [B, T]
-    return {"k1": d, "k2": d.square() / 2, "k3": (-clamped).expm1() + clamped}[kind]
-
-
-def after(batch: Batch) -> torch.Tensor:
-    """How many action tokens of the row come after token t: [B, T] int64."""
-    mask = batch.mask.long()  # [B, T]
-    return mask.flip(1).cumsum(1).flip(1) - mask
+    if kind == "k3":
+        d = d.clamp(-20.0, 20.0)  # [B, T]
+        return (-d).expm1() + d
+    return {"k1": d, "k2": d.square() / 2}[kind]
 
 
 def chain(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Each row's action tokens from the last one backwards, without the tokens between them, then 0: [B, T] -> [B, T]."""
-    return torch.zeros_like(x).scatter_add(1, after(batch), x.masked_fill(~batch.mask, 0.0))
+    return torch.zeros_like(x).scatter_add_(1, batch.after, x.masked_fill(~batch.mask, 0.0))
 
 
 def unchain(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The inverse of `chain`: [B, T] -> [B, T], 0 off the mask."""
-    return x.gather(1, after(batch)).masked_fill(~batch.mask, 0.0)
+    return x.gather(1, batch.after).masked_fill(~batch.mask, 0.0)
 
 
-def scan(x: torch.Tensor, factor: float, block: int = 64) -> torch.Tensor:
+def scan(x: torch.Tensor, factor: float, block: int = 32) -> torch.Tensor:
     """y_j = x_j + factor·y_{j-1} along the last dimension, factor in [0, 1]: [..., T] -> [..., T].
 
     One matrix product with the powers of the factor per block, then the same over the ends of the blocks. A power that
@@ -159,11 +162,10 @@ def chain_rewards(batch: Batch, cfg) -> torch.Tensor:
 def gae_advantages(batch: Batch, cfg) -> torch.Tensor:
     """Advantages of `gae` before whitening: [B, T] float64, 0 off the mask."""
     values = chain(batch.values.double(), batch)  # [B, T]
-    end = torch.zeros_like(values[:, :1])  # [B, 1], V after the end
+    delta = chain_rewards(batch, cfg) - values  # [B, T]
+    delta[:, 1:] += cfg.gamma * values[:, :-1]
     if cfg.bootstrap_truncated:
-        end = values[:, :1] * batch.truncated[batch.rollout, None]
-    following = torch.cat([end, values[:, :-1]], 1)  # [B, T]
-    delta = chain_rewards(batch, cfg) + cfg.gamma * following - values  # [B, T]
+        delta[:, 0] += cfg.gamma * values[:, 0] * batch.truncated[batch.rollout]
     return unchain(scan(delta, cfg.gamma * cfg.lam), batch)
 
 
