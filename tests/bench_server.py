@@ -79,13 +79,13 @@ async def instar(pipe) -> None:
     import numpy as np
     from transformers import AutoTokenizer
 
-    from agent import Result
-    from server import Chat, Forest, Reply, Server
+    from agent import Reply, Result
+    from server import Chat, Forest, Server
 
     chat, app = Chat(AutoTokenizer.from_pretrained("examples/starter")), Server("policy")
     said = np.asarray([*chat.encode(SAID), chat.tokenizer.eos_token_id], np.int32)
 
-    async def generate(ids, max_tokens, known, stop):
+    async def generate(ids, max_tokens, known, stop, grammar):
         return Reply(said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32), b"", "stop")
 
     def opened(n):

@@ -55,6 +55,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         dtype="float32",
         ep=ep,
         tokens_per_microbatch=budget,
+        max_context=100,
         minibatches=1,
         max_grad_norm=1e9,
         **dict(is_level="token", is_mode="clip", is_band=(0.5, 2.0)) | flags,
