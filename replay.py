@@ -174,7 +174,7 @@ class ValueHead(torch.nn.Linear):
         torch.nn.init.zeros_(self.bias)
         self.where = self.targets = None  # as in Head
         self.temperature = 1.0
-        lm_head.forward = self
+        lm_head.forward = self.__call__  # not the module itself: PyTorch would take it for a child
         model.value_head = self  # saved and resumed with the rest
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
