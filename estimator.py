@@ -123,7 +123,7 @@ def kl(batch: Batch, kind: str) -> torch.Tensor:
 
 
 def chain(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Each row's action tokens from the last one backwards, without the tokens between them, then 0: [B, T] -> [B, T]."""
+    """Each row's action tokens from the last one backwards, with nothing between them, then 0: [B, T] -> [B, T]."""
     return torch.zeros_like(x).scatter_add_(1, batch.after, x.masked_fill(~batch.mask, 0.0))
 
 
@@ -215,8 +215,8 @@ def reinforce(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
 def gae(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     """A_t = delta_t + gamma·lam·A_next, delta_t = rho_t + gamma·V_next - V_t; whitened if cfg.whiten. arXiv 1506.02438
 
-    rho and next as in `reinforce`. V after the end of a row is 0; with cfg.bootstrap_truncated it is V at the row's last
-    action token, the last state that the critic has seen, in every row of a truncated rollout.
+    rho and next as in `reinforce`. V after the end of a row is 0; with cfg.bootstrap_truncated it is V at the row's
+    last action token, the last state that the critic has judged, in every row of a truncated rollout.
     """
     advantages = gae_advantages(batch, cfg)  # [B, T]
     return finish(whiten(advantages, batch) if cfg.whiten else advantages, batch)
@@ -303,7 +303,7 @@ def overlong(length: torch.Tensor, limit: float, buffer: float) -> torch.Tensor:
 
 
 def keeps(scores: list[float], n: int, low: float, high: float) -> bool:
-    """Dynamic sampling: whether all n rollouts of a group are there, and low < mean < high strictly. arXiv 2503.14476"""
+    """Dynamic sampling: whether all n rollouts of a group are there, and low < mean < high. arXiv 2503.14476"""
     # Not the mean itself, which rounds: n equal scores at a bound must be at the bound.
     return len(scores) == n and math.fsum(s - low for s in scores) > 0 < math.fsum(high - s for s in scores)
 

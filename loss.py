@@ -9,8 +9,8 @@ engine. This module does not run a model and knows no ranks: what is global is g
     aggregate(losses, weights, mask, denominator).backward()
 
 `kl_loss`, `entropy_bonus` and `value_loss` give one number a token too, and `aggregate` adds them up in the same way.
-To add a loss: write the function, add its line to LOSSES, to CLIPS when it reads clip_low and clip_high, to SEQUENCE_LOSSES
-when one ratio is a whole row's, and test it against its formula in plain Python.
+To add a loss: write the function, add its line to LOSSES, to CLIPS when it reads clip_low and clip_high, to
+SEQUENCE_LOSSES when one ratio is a whole row's, and test it against its formula in plain Python.
 
 Three log-probs of a token: behaviour (the engine, when it sampled), old (the trainer before the first optimizer step
 on the batch), and the current one, which alone has a gradient. All are [B, T], aligned with the tokens. What stands off
@@ -50,7 +50,7 @@ def correction(
         row's action tokens; `off` is no correction, weight 1.
     mode: `mask` keeps w where that is in the band, bounds included, and gives 0 elsewhere; `clip` clamps w to the band;
         `trunc` caps w at the band's upper end. `seq` and `geo` keep or reject a whole row and take `mask` only.
-    gate_only: what is kept has weight 1, not w, for a loss of SEQUENCE_LOSSES; then the level must be `seq`, `geo` or `off`.
+    gate_only: what is kept has weight 1, not w, as SEQUENCE_LOSSES need it; the level is `seq`, `geo` or `off` then.
     Truncated importance sampling is token trunc 2, IcePop (arXiv 2510.18855) is token mask .5 5.
     Metrics: is/weight_mean; is/rejected, the share of action tokens with weight 0.
     Raises ValueError for a level and a mode that do not exist or do not go together.
@@ -130,7 +130,7 @@ def gspo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
 
 
 def gspo_token(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
-    """`surrogate` of s_t = sg(s)·pi / sg(pi): the value of `gspo`, the gradient to each token alone. arXiv 2507.18071"""
+    """`surrogate` of s_t = sg(s)·pi / sg(pi): the value of `gspo`, a gradient for each token alone. arXiv 2507.18071"""
     s = exp(row_mean(log_ratio(logprobs, old_logprobs, mask), mask)).detach()  # [B, 1]
     return surrogate(s * exp(log_ratio(logprobs, logprobs.detach(), mask)), advantages, mask, cfg)
 
@@ -233,7 +233,7 @@ def adapt_kl(beta: float, kl: float, target: float, horizon: float, rollouts: in
 
 
 def entropy_bonus(entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """-entropy on action tokens, to be added to the loss times a coefficient: [B, T], 0 off the mask. arXiv 1602.01783"""
+    """-entropy of action tokens, to be added to the loss times a coefficient: [B, T], 0 off mask. arXiv 1602.01783"""
     return -entropy.masked_fill(~mask, 0.0)
 
 

@@ -290,7 +290,7 @@ def _logprob(kind: str, *sizes: str) -> None:
 
 
 def gae(rows: int = 1024, tokens: int = 8192, looped: int = 16) -> dict:
-    """One thread. The Python loop runs on a few rows and its time is scaled to all of them; every third token is masked."""
+    """CPU seconds, one thread. The Python loop runs on a few rows, scaled to all of them; a third of the tokens is masked."""
     from types import SimpleNamespace
 
     import torch

@@ -154,7 +154,7 @@ def with_tokens(batch, seed=0, junk=(math.nan, math.inf, -math.inf, 1e30)):
 def random_batch(seed):
     """Groups of 1 to 6 rollouts in mixed order, 0 to 4 segments a rollout, masks with holes, some of them empty."""
     rng = random.Random(seed)
-    # A group of three at least: named rewards of two rollouts may cancel, and gdpo divides what rounding leaves by 1e-6.
+    # A group of three at least: named rewards of two rollouts may cancel, and gdpo divides their rounding by 1e-6.
     sizes = [rng.randint(3, 6)] + [rng.randint(1, 6) for _ in range(rng.randint(0, 4))]
     groups = [g for g, n in zip(rng.sample(range(-9, 99), len(sizes)), sizes, strict=True) for _ in range(n)]
     rng.shuffle(groups)
