@@ -147,7 +147,7 @@ def scan(x: torch.Tensor, factor: float, block: int = 32) -> torch.Tensor:
     inside = padded.unflatten(-1, (blocks, block)) @ powers  # [..., blocks, block]
     ends = scan(inside[..., -1], factor**block, block)  # [..., blocks]
     before = torch.nn.functional.pad(ends, (1, -1))[..., None]  # [..., blocks, 1]
-    return (inside + before * factor * powers[0]).flatten(-2)[..., : x.shape[-1]]
+    return inside.addcmul(before, factor * powers[0]).flatten(-2)[..., : x.shape[-1]]
 
 
 def chain_rewards(batch: Batch, cfg) -> torch.Tensor:

@@ -290,7 +290,7 @@ def _logprob(kind: str, *sizes: str) -> None:
 
 
 def gae(rows: int = 1024, tokens: int = 8192, looped: int = 16) -> dict:
-    """CPU seconds, one thread. The Python loop runs on a few rows, scaled to all of them; a third of the tokens is masked."""
+    """CPU seconds of one thread, a third of the tokens masked. The Python loop runs on a few rows and is scaled to all."""
     from types import SimpleNamespace
 
     import torch
