@@ -76,9 +76,9 @@ def run(command: str, folder: str, read: tuple[str, ...] = (), **limits) -> tupl
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
+    code, text = process.returncode, output[1 : limits["output"] + 1].decode(errors="replace")
     if output[:1] != b"\0":
         raise RuntimeError(f"the sandbox could not be made:\n{output.decode(errors='replace')}")
-    code, text = process.returncode, output[1 : limits["output"] + 1].decode(errors="replace")
     if len(output) > limits["output"] + 1:
         return 128 + signal.SIGKILL, f"{text}\n[killed: more output than {limits['output']} bytes]\n"
     return code, text + f"\n[killed after {limits['seconds']} seconds]\n" * (code == TIMED_OUT)
@@ -100,7 +100,9 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
     binds = {path: path for path in folders + DEVICES} | {folder: "/work"}
     opened = {path: os.open(path, os.O_PATH) for path in binds}  # the new root may cover them
     call("mount", "tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
-    for path in ["/work", "/tmp", "/dev", "/proc", *folders]:
+    os.mkdir(root + "/tmp")
+    call("mount", "tmpfs", root + "/tmp", "tmpfs", MS_NOSUID, f"size={limits['tmp']},mode=1777")
+    for path in ["/work", "/dev", "/proc", *folders]:
         os.makedirs(root + path, exist_ok=True)
     for path in DEVICES:
         os.close(os.open(root + path, os.O_CREAT))
@@ -108,7 +110,6 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
         os.symlink(target, root + path)
     for path, target in binds.items():
         call("mount", f"/proc/self/fd/{opened[path]}", root + target, 0, MS_BIND | MS_REC, 0)
-    call("mount", "tmpfs", root + "/tmp", "tmpfs", MS_NOSUID, f"size={limits['tmp']},mode=1777")
     with contextlib.suppress(OSError):  # a container may forbid it; then there is no /proc
         call("mount", "proc", root + "/proc", "proc", MS_NOSUID, 0)
     for path, flags, change in ("", AT_RECURSIVE, (RDONLY, 0)), ("/work", 0, (0, RDONLY)), ("/tmp", 0, (0, RDONLY)):
@@ -120,8 +121,7 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
     for base, _, names in os.walk("/work") if user else ():
         for path in [base, *(os.path.join(base, name) for name in names)]:
             os.lchown(path, user, user)
-    if user:
-        os.fchown(1, user, user)  # /dev/stdout can be opened anew
+    os.fchown(1, user, user)  # /dev/stdout can be opened anew
     os.write(1, b"\0")  # the sandbox stands: what follows is the command's
     if child := os.fork():
         signal.signal(signal.SIGALRM, lambda *_: os._exit(TIMED_OUT))
@@ -129,7 +129,7 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
         while (ended := os.wait())[0] != child:
             pass
         code = os.waitstatus_to_exitcode(ended[1])
-        os._exit(code if code >= 0 else 128 - code)
+        os._exit(abs(code) + 128 * (code < 0))
     for name, limit in {"CPU": "cpu", "AS": "memory", "FSIZE": "file", "NPROC": "processes"}.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limits[limit], limits[limit]))
     for capability in range(64):

@@ -1,6 +1,10 @@
-"""The reward functions of examples/: what they take for right and for wrong, and that no output makes the one of numbers raise."""
+"""The reward functions of examples/: what they take for right and for wrong, and that no output makes them raise."""
 
+import inspect
+import json
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,6 +12,17 @@ import pytest
 from agent import Task, load, load_agent
 
 grade = load("examples/math_reward.py", "reward", "--reward")
+solved = load("examples/toy_repos.py", "reward", "--reward")
+import sandbox
+import toy_repos
+
+
+@pytest.fixture
+def namespaces():
+    try:
+        sandbox.unshare()
+    except RuntimeError as e:
+        pytest.skip(str(e))
 
 
 @pytest.mark.parametrize(
@@ -121,3 +136,50 @@ def test_a_reward_alone_is_an_agent_of_one_turn():
     env = load_agent("", reward="examples/math_reward.py")()
     env.reset(Task([{"role": "user", "content": "6*7?"}], "42"))
     assert env.step(r"\boxed{42}") == (None, 1.0, True, {}) and env.step("43")[1] == 0.0
+
+
+def test_toy_repositories_are_many_and_each_shows_its_bug(namespaces, tmp_path):
+    rows = {kind: [toy_repos.make(random.Random(i), kind) for i in range(200)] for kind in ("fix", "write")}
+    assert rows == {kind: [toy_repos.make(random.Random(i), kind) for i in range(200)] for kind in rows}
+    assert all(len({row["prompt"] + json.dumps(row.get("files")) for row in rows[kind]}) == 200 for kind in rows)
+    bugs = {row["files"]["solution.py"] for row in rows["fix"]}
+    assert len(bugs) > 30 and not bugs & set(map(inspect.getsource, toy_repos.TASKS))
+    planted = {(f, bug) for f, (pairs, _) in toy_repos.TASKS.items() for bug in pairs}
+    assert all(inspect.getsource(f).count(right) for f, (right, _) in planted)
+    for row in rows["fix"][:40]:
+        for name, text in row["files"].items():
+            (tmp_path / name).write_text(text)
+        test = [sys.executable, "-B", "test_solution.py"]
+        assert subprocess.run(test, cwd=tmp_path, capture_output=True, timeout=20).returncode == 1
+        right = inspect.getsource(getattr(toy_repos, row["label"]["function"]))
+        (tmp_path / "solution.py").write_text(right)
+        assert subprocess.run(test, cwd=tmp_path, capture_output=True, timeout=20).stdout == b"ok\n"
+    command = [sys.executable, "examples/toy_repos.py", "write", "3"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert [json.loads(line) for line in made] == rows["write"][:3]
+
+
+def test_a_repository_is_graded_by_hidden_calls_whose_answers_it_never_meets(namespaces, tmp_path):
+    row = next(
+        r for i in range(99) if (r := toy_repos.make(random.Random(i), "fix"))["label"]["function"] == "to_roman"
+    )
+    label, solution = json.loads(json.dumps(row["label"])), tmp_path / "solution.py"
+    assert solved("", label, "", str(tmp_path)) == 0.0  # there is no solution
+    solution.write_text(inspect.getsource(toy_repos.to_roman))
+    assert solved("", label, "", str(tmp_path)) == 1.0
+    solution.write_text("print('noise')\n" + inspect.getsource(toy_repos.to_roman))
+    assert solved("", label, "", str(tmp_path)) == 1.0
+    for cheat in (
+        row["files"]["solution.py"],
+        "import os\nos._exit(0)",
+        "print('ok')\nraise SystemExit(0)",
+        "def to_roman(n): return ANY",
+        "import os\ndef to_roman(n): print('[]'); os._exit(0)",
+        "class A(str):\n def __eq__(self, other): return True\ndef to_roman(n): return A('I')",
+        "def to_roman(n): return float('nan')",
+        "print('[' * 100000)\nimport os, sys\nsys.stdout.flush()\nos._exit(0)",
+        "import sys\nsys.stdout.write('1' * (1 << 22))",
+        "import os\nos.system('rm -rf /work/* /tmp/* &')",
+    ):
+        solution.write_text(cheat)
+        assert solved("", label, "", str(tmp_path)) == 0.0, cheat

@@ -28,13 +28,16 @@ def run(request, tmp_path, monkeypatch):
             pytest.skip("the kernel allows no user namespaces")
         monkeypatch.setattr(sandbox, "unshare", lambda: way)
 
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
     def go(command, **limits):
         start, seconds = time.monotonic(), limits.setdefault("seconds", 30)
-        code, output = sandbox.run(command, str(tmp_path), **limits)
+        code, output = sandbox.run(command, str(folder), **limits)
         assert time.monotonic() - start < seconds + 20
         return code, output
 
-    go.folder = tmp_path
+    go.folder = folder
     return go
 
 
@@ -62,6 +65,12 @@ def test_a_command_works_in_its_folder_and_says_how_it_ended(run):
     assert run(python("print(6*7)") + " | cat <(cat) && rm out.txt && mkdir a && touch a/b") == (0, "42\n")
     assert run("touch a/c && ls a && rm -r a && echo x > /tmp/x && cat /tmp/x") == (0, "b\nc\nx\n")
     assert run("cat /tmp/x")[0] == 1  # of another command
+    more = run.folder.parent / "more"
+    more.mkdir()
+    (more / "x").write_text("more")
+    assert (
+        run(f"cat {more}/x; echo x > {more}/y", read=(str(more),))[1].startswith("more") and len(os.listdir(more)) == 1
+    )
 
 
 def test_an_endless_loop_ends_at_the_wall_time_and_before_it_at_the_cpu_time(run):
@@ -104,7 +113,7 @@ def test_endless_output_is_cut_and_costs_no_memory(run):
 
 
 def test_files_outside_of_the_folder_are_neither_written_nor_read(run):
-    secret = run.folder.parent / "secret"
+    secret = run.folder.parent / "secret"  # beside it
     secret.write_text("the answer")
     hidden = (secret, __file__, "/root/.ssh", "/home", "/sys/kernel", "/proc/1/root/etc", "/work/../../../home")
     forbidden = [f"ls {path}" for path in hidden]

@@ -1,0 +1,70 @@
+"""The agents of examples/ that need a library or a program of their own, run as in a training, with a scripted engine."""
+
+import inspect
+import json
+import random
+import re
+import sys
+
+import pytest
+from test_clients import CLIENTS, HERE, OPENAI, call, drive
+from test_forest import chat  # noqa: F401
+from test_http import texts
+
+sys.path.insert(0, str(HERE.parent / "examples"))
+import sandbox
+import toy_repos
+
+from agent import Result
+
+pytestmark = pytest.mark.clients
+
+EXAMPLES = HERE.parent / "examples"
+
+
+@pytest.fixture
+def namespaces():
+    try:
+        sandbox.unshare()
+    except RuntimeError as e:
+        pytest.skip(str(e))
+
+
+def rollout(chat, folder, name: str, row: dict, say: list[str]):  # noqa: F811
+    """Run an agent of examples/ in the clients' venv: (its Result as a dict, the forest)."""
+    (folder / "row.json").write_text(json.dumps(row))
+    command = [CLIENTS / "bin/python", HERE / "clients/rollout.py", EXAMPLES / name, folder / "row.json"]
+    ran = drive(chat, folder, say, command, env=OPENAI)
+    assert ran.outside == []
+    return json.loads(ran.out.splitlines()[-1]), ran.forest
+
+
+def bash(command: str) -> str:
+    return call("bash", command=command)
+
+
+def write(text: str) -> str:
+    return bash(f"cat > solution.py <<'END'\n{text}\nEND\npython3 test_solution.py && echo pass''ed")
+
+
+SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+
+
+def task(kind: str, function: str) -> dict:
+    return next(r for i in range(99) if (r := toy_repos.make(random.Random(i), kind))["label"]["function"] == function)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_mini_swe_agent_mends_a_repository_in_the_sandbox(chat, tmp_path, namespaces, right):  # noqa: F811
+    """A fix that fits the visible test only passes it, and earns nothing."""
+    row = task("fix", "to_roman")
+    shown = re.findall(r"assert to_roman\((\d+)\) == ('\w+')", row["files"]["test_solution.py"])
+    learnt_by_heart = f"def to_roman(number):\n    return {{{', '.join(': '.join(pair) for pair in shown)}}}[number]"
+    fix = inspect.getsource(toy_repos.to_roman) if right else learnt_by_heart
+    say = [bash("pwd; cat solution.py; env; python3 test_solution.py"), write(fix), SUBMIT]
+    result, forest = rollout(chat, tmp_path, "swe_agent.py", row, say)
+    assert texts(forest) == [say]
+    assert result["reward"] == result["rewards"]["solved"] == float(right)
+    assert result["info"] == {"steps": 3, "submitted": True}
+    read = chat.tokenizer.decode(forest.segments(Result(), 0, 0)[0].tokens)
+    assert "/work" in read and "AssertionError" in read and "ok\\npassed" in read and "OPENAI_API_KEY" not in read
