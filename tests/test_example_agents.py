@@ -1,21 +1,24 @@
 """The agents of examples/ that need a library or a program of their own, run as in a training, with a scripted engine."""
 
+import asyncio
 import inspect
 import json
+import os
 import random
 import re
+import shlex
 import sys
 
 import pytest
-from test_clients import CLIENTS, HERE, OPENAI, call, drive
+from test_clients import CLIENTS, HERE, OPENAI, call, drive, proxy
 from test_forest import chat  # noqa: F401
-from test_http import texts
+from test_http import serving, texts
 
 sys.path.insert(0, str(HERE.parent / "examples"))
 import sandbox
 import toy_repos
 
-from agent import Result
+from agent import Result, Task, load_agent
 
 pytestmark = pytest.mark.clients
 
@@ -68,3 +71,36 @@ def test_mini_swe_agent_mends_a_repository_in_the_sandbox(chat, tmp_path, namesp
     assert result["info"] == {"steps": 3, "submitted": True}
     read = chat.tokenizer.decode(forest.segments(Result(), 0, 0)[0].tokens)
     assert "/work" in read and "AssertionError" in read and "ok\\npassed" in read and "OPENAI_API_KEY" not in read
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_claude_code_writes_a_solution_and_is_graded_by_hidden_calls(chat, tmp_path, namespaces, right, monkeypatch):  # noqa: F811
+    """The command is the one of examples/claude_code.sh, started as in a training."""
+    row = task("write", "median")
+    source = inspect.getsource(toy_repos.median) if right else "def median(numbers):\n    return numbers[0]"
+    tried = bash("python3 -c 'from solution import median; print(median([5]) * 1000 + 1)'").replace("bash", "Bash", 1)
+    say = [bash(f"cat > solution.py <<'END'\n{source}\nEND").replace("bash", "Bash", 1), tried, "It works."]
+    words = shlex.split((EXAMPLES / "claude_code.sh").read_text().partition("exec python")[2])
+    command, reward = (words[words.index(flag) + 1] for flag in ("--agent_cmd", "--reward"))
+    assert {"--data", "--max_turns", "--max_tokens", "--max_context"} < set(words)
+    monkeypatch.setenv("PATH", f"{CLIENTS / 'node_modules/.bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+    async def go():
+        outside = []
+        refusing = await proxy(outside)
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{refusing.sockets[0].getsockname()[1]}")
+        async with serving(chat, *say, max_tokens=4096, max_context=1 << 20) as (_, forest, engine, url):
+            agent = load_agent("", command, reward)()
+            messages = [{"role": "user", "content": row["prompt"]}]
+            earned = await agent.run(
+                Task(messages, row["label"], row, base_url=f"{url}/v1", api_key="k", model="policy")
+            )
+            assert earned == float(right) and texts(forest) == [say]
+            assert "5001" in chat.tokenizer.decode(engine.asked[2][0])
+            assert len(chat.tokenizer.decode(engine.asked[0][0])) < 5000
+        refusing.close()
+        assert outside == [] and os.listdir(tmp_path) == []  # nothing is left in the home
+
+    asyncio.run(asyncio.wait_for(go(), 120))

@@ -19,11 +19,11 @@ SCHEMA = {"name": "f", "description": "", "input_schema": {"type": "object"}}
 
 
 @contextlib.asynccontextmanager
-async def serving(chat, *script, linger=0.05, max_context=900, gate=False):  # noqa: F811
+async def serving(chat, *script, linger=0.05, max_tokens=200, max_context=900, gate=False):  # noqa: F811
     """A server with one open rollout: (server, forest, engine, base URL without /v1)."""
     app, engine = Server("policy", linger=linger), Engine(chat, *script)
     engine.gate = asyncio.Event() if gate else None
-    forest = Forest(chat, engine.generate, parse, 200, max_context, {"temperature": 1.0})
+    forest = Forest(chat, engine.generate, parse, max_tokens, max_context, {"temperature": 1.0})
     key = app.open(forest)
     app.start()
     try:
