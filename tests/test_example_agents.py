@@ -33,11 +33,11 @@ def namespaces():
         pytest.skip(str(e))
 
 
-def rollout(chat, folder, name: str, row: dict, say: list[str]):  # noqa: F811
+def rollout(chat, folder, name: str, row: dict, say: list, **more):  # noqa: F811
     """Run an agent of examples/ in the clients' venv: (its Result as a dict, the forest)."""
     (folder / "row.json").write_text(json.dumps(row))
     command = [CLIENTS / "bin/python", HERE / "clients/rollout.py", EXAMPLES / name, folder / "row.json"]
-    ran = drive(chat, folder, say, command, env=OPENAI)
+    ran = drive(chat, folder, say, command, env=OPENAI, **more)
     assert ran.outside == []
     return json.loads(ran.out.splitlines()[-1]), ran.forest
 
@@ -104,3 +104,30 @@ def test_claude_code_writes_a_solution_and_is_graded_by_hidden_calls(chat, tmp_p
         assert outside == [] and os.listdir(tmp_path) == []  # nothing is left in the home
 
     asyncio.run(asyncio.wait_for(go(), 120))
+
+
+def sum_row(**arguments) -> dict:
+    prompt = [{"role": "system", "content": "Be right."}, {"role": "user", "content": "What is 1200+34+5600?"}]
+    return {"prompt": prompt, "answer": "6834", "environment": "verifiers-agent", "arguments": json.dumps(arguments)}
+
+
+@pytest.mark.parametrize("final,correct", [("It is 6834", 1.0), ("It is 7", 0.0)])
+def test_an_environment_of_verifiers_plays_and_grades_its_own_rollout(chat, tmp_path, final, correct):  # noqa: F811
+    say = [call("add", a=1200, b=34), call("add", a="x", b=1) + call("add", a=1234, b=5600), final]
+    result, forest = rollout(chat, tmp_path, "verifiers_agent.py", sum_row(problems=1), say)
+    assert texts(forest) == [say]
+    assert (result["reward"], result["truncated"]) == (correct, False)
+    assert result["rewards"] == {"correct": correct, "num_turns": 3, "total_tool_calls": 3, "add_calls": 3}
+    assert result["info"]["output_tokens"] == sum(len(node.reply.tokens) for node in forest.nodes)
+    read = chat.tokenizer.decode(forest.segments(Result(), 0, 0)[0].tokens)
+    assert "system\nBe right." in read and "tool\n1234" in read and "tool\n6834" in read
+
+
+def test_an_environment_of_verifiers_that_fails_costs_its_rollout(chat, tmp_path):  # noqa: F811
+    """The context is too small for the second turn: the environment says it was cut, and grades what there is."""
+    say = [call("add", a=1200, b=34) + "x" * 300, "It is 6834"]
+    result, forest = rollout(chat, tmp_path, "verifiers_agent.py", sum_row(problems=1), say, window=250)
+    assert texts(forest) == [say[:1]] and (result["reward"], result["truncated"]) == (0.0, True)
+    (tmp_path / "again").mkdir()
+    with pytest.raises(AssertionError, match="RuntimeError: the environment verifiers-agent failed"):
+        rollout(chat, tmp_path / "again", "verifiers_agent.py", sum_row(problems=1), [ValueError("planted")] * 9)

@@ -13,7 +13,8 @@ from agent import Result, Task, load_agent
 
 row = json.load(open(sys.argv[2]))
 prompt, label = row["prompt"], row.get("label")
-task = Task([{"role": "user", "content": prompt}], label, row, base_url=os.environ["OPENAI_BASE_URL"], model="policy")
+messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+task = Task(messages, label, row, base_url=os.environ["OPENAI_BASE_URL"], model="policy")
 task.api_key = os.environ["OPENAI_API_KEY"]
 run = load_agent(sys.argv[1])().run
 result = asyncio.run(run(task)) if inspect.iscoroutinefunction(run) else run(task)
