@@ -1,12 +1,14 @@
 """A reward for mathematics in one turn: the final answer of a reply against the row's label. No agent is needed.
 
-Rows are {"prompt": "What is 3/4 of 20? End with \\\\boxed{…}.", "label": "15"}; a label may be a whole solution, as in GSM8K and MATH.
+Rows are {"prompt": "What is 3/4 of 20? End with \\\\boxed{}.", "label": "15"}; a label may be a whole solution.
 
-$ python train.py --model Qwen/Qwen3-0.6B --reward examples/math_reward.py --data rows.jsonl --max_tokens 1024 --max_context 2048
+$ python train.py --model Qwen/Qwen3-0.6B --reward examples/math_reward.py --data rows.jsonl \\
+      --max_tokens 1024 --max_context 2048
 
-An answer is the last \\boxed{…}, else what follows the last ####, else the last number. Two answers are equal when they are the
-same number (1,000 = 1000.0, 1/2 = \\frac{1}{2} = 0.5, 50% = 50 = 0.5), a list of equal parts, or, where they are no numbers, the
-same LaTeX but for spacing. No algebra: x+1 is not 1+x; where that matters, put a library such as math-verify in place of `same`.
+An answer is the last \\boxed{…}, else what follows the last ####, else the last number. Two answers are equal when
+they are the same number (1,000 = 1000.0, 1/2 = \\frac{1}{2} = 0.5, 50% = 50 = 0.5), a list of equal parts,
+or, where they are no numbers, the same LaTeX but for spacing. No algebra: x+1 is not 1+x; where that matters, put a
+library such as math-verify in place of `same`.
 """
 
 import re

@@ -1,16 +1,16 @@
-"""A sandbox for commands that a policy writes: `run(command, folder) -> (exit code, output)`. For agents and rewards to import.
+"""A sandbox for commands that a policy writes: `run(command, folder) -> (exit code, output)`, for agents and rewards.
 
     $ python examples/sandbox.py 'ls -l; python3 -c "print(6*7)"' some/folder
 
-The folder is /work in there, the only place that is kept; beside it are the system's /usr, /bin, /lib and /etc and this Python,
-read-only, and an empty /tmp. There is no network, not even loopback, no environment, and no other process; whatever the command
-starts ends with it. LIMITS are on wall time and output, and for each process on CPU time, memory and the size of a file.
+The folder is /work in there, the only place that is kept; beside it are the system's /usr, /bin, /lib and /etc and this
+Python, read-only, and an empty /tmp. There is no network, not even loopback, no environment, and no other process;
+whatever the command starts ends with it. LIMITS are on wall time and output, and on each process.
 
-It is Linux namespaces, made by `unshare` of util-linux (kernel 5.12 or newer): as root, and then the command runs as a user that
-exists nowhere else, who is given the folder's files; or as an ordinary user, where the kernel allows user namespaces. In many
-containers neither is so, and `run` says it. It keeps a policy's accidents and shortcuts away from the machine and from the answers.
-It is no boundary against somebody who looks for a hole in the kernel, and it does not count the memory of all processes together,
-nor the disk: for that use a virtual machine.
+It is Linux namespaces, made by `unshare` of util-linux (kernel 5.12 or newer): as root, and then the command runs as a
+user that exists nowhere else, who is given the folder's files; or as an ordinary user, where the kernel allows user
+namespaces. In many containers neither is so, and `run` says it. It keeps a policy's accidents and shortcuts away from
+the machine and from the answers. It is no boundary against somebody who looks for a hole in the kernel, and it does not
+count the memory of all processes together, nor the disk: for that use a virtual machine.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ TIMED_OUT = 124  # the exit code, as of `timeout`
 
 @functools.cache
 def unshare() -> tuple[str, ...]:
-    """The command that starts another one in namespaces of its own. Raises RuntimeError where the kernel allows none."""
+    """The command that starts another in namespaces of its own. Raises RuntimeError where the kernel allows none."""
     why = []
     for user in ((), ("--user", "--map-root-user")):
         way = ("unshare", *user, "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child")
@@ -58,10 +58,10 @@ def unshare() -> tuple[str, ...]:
 
 
 def run(command: str, folder: str, read: tuple[str, ...] = (), **limits) -> tuple[int, str]:
-    """Run a shell command in `folder`. Returns its exit code (128 + the signal that ended it, 124 for too long) and its output.
+    """Run a shell command in `folder`: its exit code (128 + the signal that ended it, 124 for too long) and output.
 
-    read: more folders that it may read, as a virtual environment. limits: changes of LIMITS. Raises RuntimeError, and runs
-    nothing, where the sandbox cannot be made.
+    read: more folders that it may read, as a virtual environment. limits: changes of LIMITS. Raises RuntimeError, and
+    runs nothing, where the sandbox cannot be made.
     """
     way, limits = unshare(), LIMITS | limits
     user = 0 if "--user" in way else 2**20 + threading.get_native_id()  # no other process has it
@@ -85,7 +85,7 @@ def run(command: str, folder: str, read: tuple[str, ...] = (), **limits) -> tupl
 
 
 def inside(command: str, folder: str, read: list[str], user: int, limits: dict) -> None:
-    """The first process of the namespaces: makes the file system, starts the command, ends when it ends, and all with it."""
+    """The first process of the namespaces: makes the file system and starts the command; with it all of them end."""
     if os.getpid() != 1:
         raise RuntimeError("there are no namespaces: what follows would change the machine's own mounts")
     libc, root = ctypes.CDLL(None, use_errno=True), "/tmp"

@@ -1,13 +1,13 @@
-"""mini-swe-agent as the agent: it fixes a bug in a small repository with bash commands, which run in a sandbox (sandbox.py).
+"""mini-swe-agent as the agent: it fixes a bug in a small repository with bash commands, which run in a sandbox.
 
 $ pip install mini-swe-agent==2.4.6
 $ python examples/toy_repos.py fix 2000 > fix.jsonl
 $ python train.py --model Qwen/Qwen3-4B --agent examples/swe_agent.py --data fix.jsonl \\
       --max_turns 16 --max_tokens 1024 --max_context 16384
 
-The agent is mini-swe-agent's own, with its own prompts and tool (mini.yaml); only the place where commands run is ours. For your
-repositories change `Agent.run`: what is put into the folder, and how the folder is graded. It runs in a thread, as `run` is no
-coroutine.
+The agent is mini-swe-agent's own, with its own prompts and tool (mini.yaml); only the place where commands run is ours
+(sandbox.py). For your repositories change `Agent.run`: what is put into the folder, and how the folder is graded. It
+runs in a thread, as `run` is no coroutine.
 """
 
 import os

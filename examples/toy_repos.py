@@ -1,11 +1,11 @@
 """Small programming tasks for agents with a shell, as many as you like from a seed, and the reward that grades them.
 
-    $ python examples/toy_repos.py fix 200 > fix.jsonl      # a repository with one bug and a test that fails; see swe_agent.py
-    $ python examples/toy_repos.py write 200 > write.jsonl  # "write solution.py with a function that …"; see claude_code.sh
+    $ python examples/toy_repos.py fix 200 > fix.jsonl      # a repository with a bug and a failing test: swe_agent.py
+    $ python examples/toy_repos.py write 200 > write.jsonl  # "write solution.py with a function …": claude_code.sh
 
-A row's label holds hidden calls of one function and what they return. `reward` makes the calls in a sandbox (sandbox.py) and
-compares outside of it: the code that is graded never meets the answers, and gains nothing by ending early or by printing "ok".
-A task is one function below, with one of its bugs planted. Add your own: a function with a docstring, its bugs as (right, wrong)
+A row's label holds hidden calls of one function and what they return. `reward` makes the calls in a sandbox, compares
+outside of it: the code that is graded never meets the answers, and gains nothing by ending early or by printing "ok".
+A task is one function below with bugs planted. Add your own: a function with a docstring, its bugs as (right, wrong)
 pieces of text, and a way to draw its arguments.
 """
 
@@ -19,7 +19,7 @@ import sandbox
 
 
 def median(numbers):
-    """Return the middle of a list of numbers when sorted; of an even count the mean of the middle two; None of an empty list."""
+    """Return the middle of a list of numbers when sorted, of an even count the mean of the middle two, else None."""
     if not numbers:
         return None
     ordered, middle = sorted(numbers), len(numbers) // 2
@@ -71,29 +71,25 @@ def to_roman(number):
     return text
 
 
-def letters(rng, alphabet, most):
-    return "".join(rng.choices(alphabet, k=rng.randrange(most)))
-
-
 TASKS = {  # function: (its bugs, how to draw its arguments)
     median: (
-        [("sorted(numbers)", "list(numbers)"), ("[middle - 1]", "[middle]"), ("]) / 2", "]) // 2"), ("% 2 == 1", "% 2 == 0")],
+        [("sorted(numbers)", "list(numbers)"), ("[middle - 1]", "[middle]"), ("]) / 2", "]) // 2"), ("== 1", "== 0")],
         lambda rng: [[rng.randrange(-50, 50) for _ in range(rng.randrange(1, 9))]],
     ),
     run_lengths: (
         [("runs[-1][0]", "runs[0][0]"), ("[character, 0]", "[character, 1]"), ("runs[-1][1]", "runs[0][1]")],
-        lambda rng: [letters(rng, "ab ", 12)],
+        lambda rng: ["".join(rng.choices("ab ", k=rng.randrange(12)))],
     ),
     merge_intervals: (
         [("sorted(intervals)", "intervals"), ("start <=", "start <"), ("max(merged[-1][1], end)", "end")],
         lambda rng: [[[a, a + rng.randrange(6)] for a in rng.choices(range(20), k=rng.randrange(1, 7))]],
     ),
     is_balanced: (
-        [("not opened\n", "True\n"), ("opened.pop()", "opened[0]"), ('"]": "["', '"]": "("'), ("(not opened or", "(opened and")],
-        lambda rng: [rng.choice(["([{}])", "(a[b])", "x()"]) + letters(rng, "()[]{}", 4)],
+        [("not opened\n", "True\n"), ("d.pop()", "d[0]"), ('"]": "["', '"]": "("'), ("(not opened or", "(opened and")],
+        lambda rng: [rng.choice(["([{}])", "(a[b])", "x()"]) + "".join(rng.choices("()[]{}", k=rng.randrange(4)))],
     ),
     to_roman: (
-        [("number >=", "number >"), (" 9, 5, 4,", " 9, 4, 5,"), ("text += sign", "text = sign"), ('"XC", "L"', '"XC", "V"')],
+        [("number >=", "number >"), (" 9, 5, 4,", " 9, 4, 5,"), ("text += s", "text = s"), ('"XC", "L"', '"XC", "V"')],
         lambda rng: [rng.randrange(1, 4000)],
     ),
 }  # fmt: skip
@@ -117,9 +113,8 @@ def make(rng: random.Random, kind: str) -> dict:
     shown = [f"{name}({json.dumps(call)[1:-1]}) == {answer!r}" for call, answer in zip(calls[:4], answers)]
     if kind == "write":
         head, doc = f"{name}{inspect.signature(function)}", inspect.getdoc(function)
-        examples = "\n".join(shown)
-        text = f"Write a file solution.py in the current folder with a Python function {head}.\n{doc}\nFor example:\n{examples}"
-        return row | {"prompt": text}
+        text = f"Write a file solution.py in the current folder with a Python function {head}.\n{doc}\nFor example:\n"
+        return row | {"prompt": text + "\n".join(shown)}
     wrong, names = source, {}
     for right, bug in rng.sample(bugs, rng.choice((1, 1, 2))):
         wrong = wrong.replace(right, bug)
@@ -128,7 +123,9 @@ def make(rng: random.Random, kind: str) -> dict:
     if all(same[:4]) or all(same[4:]):  # the bug has to show in both tests
         return make(rng, kind)
     test = f"from solution import {name}\n\n" + "".join(f"assert {line}, {line.split(' == ')[0]}\n" for line in shown)
-    text = f"`python3 test_solution.py` fails, since solution.py has a bug. Fix it: {name} will be tested with other arguments too."
+    text = (
+        f"`python3 test_solution.py` fails: solution.py has a bug. Fix it; {name} will be tested with other arguments."
+    )
     return row | {"prompt": text, "files": {"solution.py": wrong, "test_solution.py": test + 'print("ok")\n'}}
 
 

@@ -1,14 +1,14 @@
-"""Any environment of the `verifiers` library as an agent: its own rollout plays against the policy, its own rubric grades it.
+"""Any environment of the `verifiers` library as an agent: its own rollout plays, its own rubric grades.
 
 $ pip install verifiers==0.1.14        # and the environment, which is a package too
 $ PYTHONPATH=. python examples/verifiers_agent.py my-environment '{"difficulty": "easy"}' > rows.jsonl
 $ python train.py --model Qwen/Qwen3-0.6B --agent examples/verifiers_agent.py --data rows.jsonl \\
       --max_tokens 512 --max_context 8192
 
-Each row names its environment and the arguments of its load_environment, so several can be mixed in one file. Instead of a package
-it may be a function `load_environment` in a file beside this one; the one below is called verifiers-agent. 0.1.14 is the last
-version that can be installed beside vLLM 0.30: the later ones want other versions of mcp or openai, and 0.4 has another interface.
-Rewards that compare the rollouts of a group are not possible, as each rollout here is graded by itself.
+Each row names its environment and the arguments of its load_environment, so several can be mixed in one file. Instead
+of a package it may be a function `load_environment` in a file beside this one; the one below is called verifiers-agent.
+0.1.14 is the last version that can be installed beside vLLM 0.30: the later ones want other versions of mcp or openai,
+and 0.4 has another interface. Rewards that compare the rollouts of a group are not possible: each is graded by itself.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The agents of examples/ that need a library or a program of their own, run as in a training, with a scripted engine."""
+"""The agents of examples/ that need a library or a program of their own, each with a scripted engine."""
 
 import asyncio
 import inspect
@@ -8,9 +8,10 @@ import random
 import re
 import shlex
 import sys
+import time
 
 import pytest
-from test_clients import CLIENTS, HERE, OPENAI, call, drive, proxy
+from test_clients import CLIENTS, HERE, LIMIT, OPENAI, call, drive, proxy
 from test_forest import chat  # noqa: F401
 from test_http import serving, texts
 
@@ -34,12 +35,12 @@ def namespaces():
 
 
 def rollout(chat, folder, name: str, row: dict, say: list, **more):  # noqa: F811
-    """Run an agent of examples/ in the clients' venv: (its Result as a dict, the forest)."""
+    """Run an agent of examples/ in the clients' venv: (its Result as a dict, or what it raised as text; the forest)."""
     (folder / "row.json").write_text(json.dumps(row))
     command = [CLIENTS / "bin/python", HERE / "clients/rollout.py", EXAMPLES / name, folder / "row.json"]
     ran = drive(chat, folder, say, command, env=OPENAI, **more)
     assert ran.outside == []
-    return json.loads(ran.out.splitlines()[-1]), ran.forest
+    return ran.err if ran.code else json.loads(ran.out.splitlines()[-1]), ran.forest
 
 
 def bash(command: str) -> str:
@@ -74,7 +75,7 @@ def test_mini_swe_agent_mends_a_repository_in_the_sandbox(chat, tmp_path, namesp
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_claude_code_writes_a_solution_and_is_graded_by_hidden_calls(chat, tmp_path, namespaces, right, monkeypatch):  # noqa: F811
+def test_claude_code_writes_a_solution_and_is_graded(chat, tmp_path, namespaces, right, monkeypatch):  # noqa: F811
     """The command is the one of examples/claude_code.sh, started as in a training."""
     row = task("write", "median")
     source = inspect.getsource(toy_repos.median) if right else "def median(numbers):\n    return numbers[0]"
@@ -124,10 +125,18 @@ def test_an_environment_of_verifiers_plays_and_grades_its_own_rollout(chat, tmp_
 
 
 def test_an_environment_of_verifiers_that_fails_costs_its_rollout(chat, tmp_path):  # noqa: F811
-    """The context is too small for the second turn: the environment says it was cut, and grades what there is."""
+    """The context is too small for the second turn; in a training such a rollout counts as truncated."""
     say = [call("add", a=1200, b=34) + "x" * 300, "It is 6834"]
-    result, forest = rollout(chat, tmp_path, "verifiers_agent.py", sum_row(problems=1), say, window=250)
-    assert texts(forest) == [say[:1]] and (result["reward"], result["truncated"]) == (0.0, True)
-    (tmp_path / "again").mkdir()
-    with pytest.raises(AssertionError, match="RuntimeError: the environment verifiers-agent failed"):
-        rollout(chat, tmp_path / "again", "verifiers_agent.py", sum_row(problems=1), [ValueError("planted")] * 9)
+    error, forest = rollout(chat, tmp_path, "verifiers_agent.py", sum_row(problems=1), say, window=250, code=1)
+    assert "RuntimeError: the environment verifiers-agent failed" in error and "prompt is too long" in error
+    ((said,),) = texts(forest)
+    assert say[0].startswith(said) and len(said) > 100 and forest.truncated
+
+
+@pytest.mark.parametrize("name", ["swe_agent.py", "verifiers_agent.py"])
+def test_an_agent_of_the_examples_ends_when_its_rollout_has_ended(chat, tmp_path, namespaces, name):  # noqa: F811
+    row, turn = (task("fix", "median"), bash("ls")) if "swe" in name else (sum_row(problems=1), call("add", a=1, b=2))
+    start = time.monotonic()
+    error, forest = rollout(chat, tmp_path, name, row, [turn, turn, "end"], code=1, closes=2)
+    assert "this rollout has ended" in error and texts(forest) == [[turn]]
+    assert time.monotonic() - start < LIMIT
