@@ -20,6 +20,7 @@ import uuid
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -493,7 +494,6 @@ class Rollouts:
     def __init__(self, cfg, rows: list[dict], runners: list, least: int, position: int = 0):
         """least: rollouts that a group needs to be trained; position: groups dispatched before (from a checkpoint)."""
         self.cfg, self.rows, self.runners, self.least, self.position = cfg, rows, runners, least, position
-        self.order = None  # of this pass over the data
         self.running, self.finished, self.handed = set(), [], 0
         self.store, self.next_row = {}, 0  # row id -> row or object ref, so that a dead Runner loses nothing
         self.new_batch()
@@ -502,14 +502,11 @@ class Rollouts:
         self.failed, self.lost, self.retried, self.first_error = 0, 0, 0, ""
 
     def next_prompt(self) -> tuple[int, dict] | None:
-        """The next (group id, data row): a seeded shuffle of each pass over the data."""
-        passes, at = divmod(self.position, len(self.rows))
-        if self.cfg.data_epochs and passes >= self.cfg.data_epochs:
+        """The next (group id, data row)."""
+        if self.cfg.data_epochs and self.position >= self.cfg.data_epochs * len(self.rows):
             return None
-        if at == 0 or self.order is None:
-            self.order = np.random.default_rng([self.cfg.seed, passes]).permutation(len(self.rows))
         self.position += 1
-        return self.position - 1, self.rows[int(self.order[at])]
+        return self.position - 1, self.rows[order(self.cfg, len(self.rows), self.position - 1)]
 
     def fill(self) -> None:
         """Start groups while there is capacity and data."""
@@ -621,6 +618,17 @@ def load_rows(data: str, prompt_key: str) -> list[dict]:
         if not prompt:
             raise ValueError(f"--data {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key")
     return rows.to_list()
+
+
+@lru_cache(4)
+def permutation(seed: int, passes: int, n: int) -> np.ndarray:
+    return np.random.default_rng([seed, passes]).permutation(n)
+
+
+def order(cfg, n: int, position: int) -> int:
+    """The row at a position of the endless order of n rows: a seeded shuffle of each pass, or without --shuffle the file's."""
+    passes, at = divmod(position, n)
+    return int(permutation(cfg.seed, passes, n)[at]) if cfg.shuffle else at
 
 
 def messages_of(prompt: str | list[dict]) -> list[dict]:

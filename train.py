@@ -14,6 +14,7 @@ $ sbatch slurm/grpo.sbatch --model ...
 This file wires the other seven modules: flags, model, optimizer, the loop, checkpoints, metrics. It has no algorithm of its own.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import difflib
@@ -65,7 +66,7 @@ from loss import (
 )
 from refit import Refit
 from replay import Head, Replay, ValueHead, check_identity, pack, plan
-from rollout import launch, load_rows
+from rollout import demonstrate, launch, load_rows, order
 from server import Chat
 
 # Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
@@ -88,6 +89,8 @@ class Config:
     """column with the prompt: a text or a list of chat messages"""
     label_key: str = "label"
     """column with the label that the agent's reward needs; may be absent"""
+    shuffle: bool = True
+    """draw rows in a seeded order, another one each pass; else as they stand in the file"""
     data_epochs: int = 0
     """passes over the data before the run ends by itself; 0 repeats until --steps"""
     max_turns: int = 4
@@ -254,6 +257,8 @@ class Config:
         self.clip_high = high if self.clip_high is None else self.clip_high
         if self.kl_type == "auto":
             self.kl_type = "k2" if self.kl_loss else "k1"
+        if self.estimator == "sft" and self.loss == "ppo":
+            self.loss = "pg"  # a demonstration has no other log-probs to compare with
         if self.estimator == "opd":  # the teacher has to be named, and is all that there is to learn from
             self.agent = "" if self.agent == "agent.py" else self.agent
         elif self.kl_coef:
@@ -340,7 +345,7 @@ def validate_algorithm(cfg: Config) -> None:
         (loss == "dppo" and cfg.is_level != "off", f"--loss dppo --is_level {cfg.is_level}", "its ratio is already the one to the engine: drop --is_level"),
         (cfg.old == "behaviour" and cfg.is_level != "off", f"--old behaviour --is_level {cfg.is_level}", "the ratio then holds the correction: drop one of them"),
         (kl and not cfg.kl_loss and grouped, f"--kl_coef {cfg.kl_coef} --estimator {e}", "a group estimator takes no KL as a reward: add --kl_loss"),
-        (kl and not cfg.kl_loss and e == "sft", f"--kl_coef {cfg.kl_coef} --estimator sft", "there is no reward: add --kl_loss"),
+        (e == "sft" and (loss != "pg" or kl or cfg.is_level != "off" or cfg.epochs > 1), "--estimator sft", "its loss is -log pi: no other --loss, no KL, no correction, --epochs 1"),
         (cfg.kl_loss and cfg.kl_type == "k1", "--kl_loss --kl_type k1", "the expected gradient of k1 is zero: use k2 or k3"),
         (cfg.kl_loss and not kl, "--kl_loss", "it needs a --kl_coef"),
         (cfg.kl_target and not kl, f"--kl_target {cfg.kl_target}", "it needs a --kl_coef to start from"),
@@ -366,7 +371,8 @@ def check_inputs(cfg: Config) -> list[dict]:
     from transformers import AutoConfig
 
     try:
-        load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
+        if cfg.estimator != "sft":
+            load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
     rows = load_rows(cfg.data, cfg.prompt_key)
@@ -682,6 +688,18 @@ class Clock:
         return spans
 
 
+SHOWN = {  # in the console's line of a step, those that the run has
+    "reward": ("reward/mean", ".3f"),
+    "kl": ("kl/ref", ".4f"),
+    "loss": ("loss/policy", ".4f"),
+    "turns": ("rollouts/turns", ".1f"),
+    "tokens": ("tokens/trained", "6d"),
+    "gap": ("gap/on_version_max", ".1e"),
+    "clip": ("loss/clip_share", ".3f"),
+    "grad": ("optim/grad_norm", ".2f"),
+}
+
+
 class Log:
     """metrics.jsonl, a console line per step under a progress bar, and Weights & Biases when asked for. Rank 0 only."""
 
@@ -709,13 +727,11 @@ class Log:
     def write(self, m: dict[str, float]) -> None:
         self.file.write(json.dumps(m) + "\n")
         self.bar.update(self.task, completed=m["step"])
-        self.console.print(
-            f"step {m['step']:4d}  reward {m['reward/mean']:.3f}  turns {m['rollouts/turns']:.1f}  tokens {m['tokens/trained']:6d}  "
-            f"gap {m['gap/on_version_max']:.1e}  clip {m['loss/clip_share']:.3f}  grad {m['optim/grad_norm']:.2f}  "
-            f"{m['time/step']:.1f} s (generate {m['time/generate']:.1f}, train {m['time/train']:.1f}, refit {m['time/refit']:.1f})",
-            highlight=False,
-            soft_wrap=True,
-        )
+        shown = "  ".join(f"{label} {m[key]:{form}}" for label, (key, form) in SHOWN.items() if key in m)
+        spent = ", ".join(f"{k} {m['time/' + k]:.1f}" for k in ("generate", "train", "refit") if "time/" + k in m)
+        seconds = m.get("time/step", m["time/train"])
+        line = f"step {m['step']:4d}  {shown}  {seconds:.1f} s ({spent})"
+        self.console.print(line, highlight=False, soft_wrap=True)
         if self.wandb:
             self.wandb.log(m, step=m["step"])
 
@@ -1055,6 +1071,15 @@ START_TIMEOUT = 1800  # seconds for the engines to load
 PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
 
 
+def join_ranks():
+    """Start torch.distributed; (device, a group whose collectives wait for a batch as long as it takes)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    return device, dist.new_group(backend="gloo", timeout=timedelta(days=30))
+
+
 def run(cfg: Config, rows: list[dict] | None) -> None:
     """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -1067,11 +1092,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
 
     from transformers import AutoTokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    control = dist.new_group(backend="gloo", timeout=timedelta(days=30))  # waits for a batch as long as it takes
+    device, control = join_ranks()
 
     def from_rank_0(value=None):
         box = [value]
@@ -1194,6 +1215,59 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     dist.destroy_process_group()
 
 
+def run_sft(cfg: Config, rows: list[dict] | None) -> None:
+    """Supervised fine-tuning: the same model, update, metrics and checkpoints, and no engines. --prompts demonstrations a step."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device, control = join_ranks()
+    box = [(cfg, rows)]
+    dist.broadcast_object_list(box, group=control)
+    cfg, rows = box[0]
+    from transformers import AutoTokenizer
+
+    chat, policy = Chat(AutoTokenizer.from_pretrained(cfg.model)), build_policy(cfg, device)
+    if cfg.resume:
+        load_checkpoint(cfg, {"policy": policy})
+    where, console, clock = newest(cfg), Console(quiet=rank > 0), Clock()
+    log = Log(cfg, console, where["step"]) if rank == 0 else None
+    for step in range(where["step"], cfg.steps):
+        passes = range(step * cfg.prompts, (step + 1) * cfg.prompts)  # places in an endless, seeded order
+        if cfg.data_epochs and passes[-1] >= cfg.data_epochs * len(rows):
+            console.print("the data has ended")
+            break
+        picked = [rows[order(cfg, len(rows), at)] for at in passes]
+        told = [asyncio.run(demonstrate(chat, r, cfg.prompt_key, cfg.label_key, cfg.max_context)) for r in picked]
+        owned = [(i, segment) for i, segments in enumerate(told) for segment in segments]
+        batch = {"rollouts": [{"group": i, "result": Result()} for i in range(len(told))]}
+        batch["rows"] = [{"rollout": i, "tokens": len(s), "trained": int(s.mask.sum())} for i, s in owned]
+        deal(cfg, batch, world)
+        segments, owners = [s for _, s in owned], [i for i, _ in owned]
+        parts = [[pack(segments, micro, owners).to(device) for micro in p[rank]] for p in batch["plan"]]
+        meter = Meter()
+        for micro in (m for part in parts for m in part):
+            check_identity(micro, segments)
+            micro.advantages, micro.weights = micro.mask.float(), micro.mask.float()  # loss = -log pi
+        lr, taken = (
+            policy.scheduler.get_last_lr()[0],
+            learn(cfg, policy, batch, parts, policy_objective, cfg.loss_agg, meter, ""),
+        )
+        policy.scheduler.step()
+        learnt = meter.reduce(control)
+        check_mass(learnt)
+        clock.mark("time/train")
+        where = where | {"step": step + 1, "version": where["version"] + (taken > 0)}
+        if rank == 0:
+            counts = {"tokens/trained": sum(r["trained"] for r in batch["rows"]), "segments/count": len(owned)}
+            log.write({"step": step + 1, "version": where["version"], "optim/lr": lr} | counts | learnt | clock.take())
+        if cfg.save_every and (step + 1) % cfg.save_every == 0:
+            save_checkpoint(cfg, {"policy": policy}, where)
+    if rank == 0:
+        log.close()
+    save_checkpoint(cfg, {"policy": policy}, where)
+    console.print(f"checkpoint and model are in {cfg.out}; the model alone is {export(cfg, policy.replay.model)}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, run; returns the exit code."""
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -1213,7 +1287,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"instar: {e}", file=sys.stderr)
         return 2
     try:
-        run(cfg, rows)
+        (run_sft if cfg.estimator == "sft" else run)(cfg, rows)
     except InvariantError as e:
         print(f"instar: an invariant failed. {e}", file=sys.stderr)
         return 3
