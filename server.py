@@ -765,7 +765,9 @@ class Forest:
 
     def _too_long(self, tokens: int) -> BadRequest:
         self.truncated = True
-        return BadRequest(f"prompt is too long: {tokens} tokens > {self.max_context - 1} maximum", TOO_LONG)
+        # the words of both providers: clients look for them
+        text = "prompt is too long: {} tokens > {most} maximum. This model's maximum context length is {most} tokens."
+        return BadRequest(text.format(tokens, most=self.max_context - 1), TOO_LONG)
 
     def _prompt(self, parent: Node | None, since: tuple, req: Request) -> tuple[Node | None, list[int]]:
         """(node whose ids come first, ids behind them). Without such a node all is rendered, as context."""
@@ -1217,8 +1219,8 @@ class Server:
         """The policy as both providers describe a model, each with fields that the other's clients do not read."""
         model = dict(id=self.model, object="model", type="model", display_name=self.model, owned_by="instar", created=0)
         model |= dict(created_at="1970-01-01T00:00:00Z", max_model_len=max_context)
-        page = dict(object="list", has_more=False, first_id=self.model, last_id=self.model, data=[model])
-        return model if "/" in route else page
+        ends = dict(first_id=self.model, last_id=self.model, has_more=False)
+        return model if "/" in route else dict(object="list", data=[model]) | ends
 
     async def _body(self, receive):
         chunks, size, more = [], 0, True
