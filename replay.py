@@ -176,6 +176,10 @@ class ValueHead(torch.nn.Linear):
         self.temperature = 1.0
         lm_head.forward = self.__call__  # not the module itself: PyTorch would take it for a child
         model.value_head = self  # saved and resumed with the rest
+        if lm_head.weight is not model.get_input_embeddings().weight:  # a tied one is the embedding
+            lm_head.weight.requires_grad_(
+                False
+            )  # nothing reads it: an optimizer without state for it cannot be resumed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, T, H] -> [N, 1] float32."""

@@ -164,6 +164,54 @@ def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_r
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
+def test_a_student_comes_close_to_its_teacher_without_a_reward(tmp_path, trained):
+    """On-policy distillation: the starter learns what the trained policy says, in one reply to each prompt."""
+    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", 20]
+    code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    kl = [r["kl/ref"] for r in rows]
+    print(f"KL to the teacher {kl[0]:.3f} to {sum(kl[-5:]) / 5:.4f}")
+    assert kl[0] > 0.2 and abs(sum(kl[-5:]) / 5) < 0.05 and {r["reward/mean"] for r in rows} == {0.0}
+
+
+def test_a_critic_learns_and_its_warm_up_leaves_the_policy_and_the_version_alone(tmp_path):
+    flags = ["--estimator", "gae", "--critic_warmup_steps", 2, "--steps", 8, "--kl_coef", 0.01, "--show_every", 0]
+    code, text = finish(start(*flags, "--out", tmp_path / "run"))
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    assert [r["version"] for r in rows] == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert all("optim/grad_norm" not in r for r in rows[:2]) and all(r["optim/critic_grad_norm"] > 0 for r in rows)
+    assert all(abs(r["kl/ref"]) <= 1e-6 for r in rows[:3]) and rows[-1]["kl/ref"] > 1e-4  # the reference stays behind
+    assert (
+        rows[-1]["value/error"] < rows[0]["value/error"] + 0.1
+        and rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ppo_with_a_critic_climbs_to_nine_tenths(tmp_path, seed):
+    code, text = finish(start("--estimator", "gae", "--seed", seed, "--show_every", 0, "--out", tmp_path / "run"), 600)
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
+    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
+    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["pg", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo"])
+def test_each_loss_raises_the_reward_in_a_short_run(tmp_path, loss):
+    flags = ["--loss", loss, "--loss_agg", "seq_mean" if loss in ("gspo", "gmpo") else "token_mean", "--steps", 12]
+    code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
+    print(f"{loss}: reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
+    assert last >= rows[0]["reward/mean"] + 0.2
+
+
 def test_a_mixture_of_experts_on_two_ranks_replays_its_engines_experts(tmp_path, tiny):
     flags = [
         "--model",
