@@ -166,7 +166,7 @@ def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_r
 
 def test_a_student_comes_close_to_its_teacher_without_a_reward(tmp_path, trained):
     """On-policy distillation: the starter learns what the trained policy says, in one reply to each prompt."""
-    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", 20]
+    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", 40]
     code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
