@@ -14,6 +14,7 @@ import rollout
 from agent import Agent, ChatAgent, Env, Reply, Result, Segment, Task, digest
 from rollout import Engine, EngineFault, Line, Rollout, Rollouts, Runner, TooManyFailed, load_rows, play, stamp
 from server import Chat
+from train import Config
 
 
 @pytest.fixture(scope="module")
@@ -94,21 +95,7 @@ def test_a_reward_that_is_no_number_is_refused(chat, reward):
         episode(chat, Bad(), scripted(chat, "x"))
 
 
-RUNNER = dict(
-    model="examples/starter",
-    agent="agent.py",
-    agent_cmd="",
-    reward="",
-    server_host="127.0.0.1",
-    linger=1.0,
-    tool_parser="auto",
-    reasoning_parser="auto",
-    temperature=1.0,
-    episode_timeout=0.5,
-    max_turns=2,
-    max_tokens=4,
-    max_context=99,
-)
+RUNNER = vars(Config(episode_timeout=0.5, max_turns=2, max_tokens=4, max_context=99, linger=1.0))
 
 
 class Scripted(Engine):
@@ -122,7 +109,7 @@ class Scripted(Engine):
         await asyncio.sleep(0.001)  # as long as a call takes
         await super().submit(runner, requests)
 
-    async def generate(self, name, ids, max_tokens, known=0, temperature=None, stop=()):
+    async def generate(self, name, ids, max_tokens, known=0, temperature=None, stop=(), grammar=None):
         try:
             await asyncio.sleep({0: 0.001, 1: 0.02, 2: 60, 3: 0}[ids[0]] if ids[0] < 4 else 0)
         except asyncio.CancelledError:
@@ -245,8 +232,7 @@ class FakeRunner:
 
 
 def pool(n_rows, runner, least=2, position=0, **flags):
-    defaults = dict(prompts=4, samples=2, data_epochs=1, seed=0, prompt_key="prompt", label_key="label", max_failed=0.5)
-    cfg = SimpleNamespace(**defaults | flags)
+    cfg = Config(**dict(prompts=4, samples=2, data_epochs=1) | flags)
     return Rollouts(cfg, [{"prompt": f"p{i}"} for i in range(n_rows)], [runner], least, position)
 
 
