@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -12,7 +14,20 @@ from transformers import AutoTokenizer
 
 import rollout
 from agent import Agent, ChatAgent, Env, Reply, Result, Segment, Task, digest
-from rollout import Engine, EngineFault, Line, Rollout, Rollouts, Runner, TooManyFailed, load_rows, play, stamp
+from rollout import (
+    Engine,
+    EngineFault,
+    Line,
+    Rollout,
+    Rollouts,
+    Runner,
+    TooManyFailed,
+    launch,
+    load_rows,
+    order,
+    play,
+    stamp,
+)
 from server import Chat
 from train import Config
 
@@ -269,6 +284,24 @@ def test_the_order_of_prompts_comes_from_the_seed_and_goes_on_from_a_position():
     assert order(13) == whole[13:] and order(0, seed=1) != whole
 
 
+def test_without_shuffle_rows_come_as_they_stand_in_the_file_in_every_pass():
+    assert [order(Config(shuffle=False), 5, at) for at in range(10)] == [0, 1, 2, 3, 4] * 2
+    assert [order(Config(), 5, at) for at in range(10)] != [0, 1, 2, 3, 4] * 2
+
+
+def test_the_columns_of_prompt_and_label_have_the_names_that_the_flags_give():
+    runner, seen = FakeRunner(2), []
+    p = pool(1, runner, prompt_key="question", label_key="answer")
+    p.rows, runner.rollouts = (
+        [{"question": "q", "answer": 7}],
+        SimpleNamespace(remote=lambda *a: seen.append(a) or remote(*a)),
+    )
+    remote = runner.remote
+    drain(p)
+    tasks = seen[0][0]
+    assert [(t.messages[0]["content"], t.label) for t in tasks] == [("q", 7)] * 2
+
+
 def test_a_group_with_two_left_trains_and_a_smaller_one_is_queued_once_more():
     runner = FakeRunner(
         3, fails=lambda group, attempt, i: (group == 1 and i == 0) or (group == 2 and attempt == 0 and i < 2)
@@ -395,3 +428,64 @@ def test_a_dead_engine_is_not_the_chat_agent_s_fault():
     engine.dead = True
     with pytest.raises(EngineFault):
         converse(Asks, engine)
+
+
+def test_the_capture_server_listens_where_its_flags_say():
+    runner = Runner(SimpleNamespace(**RUNNER | dict(server_host="0.0.0.0", linger=7.0)), [])
+    assert (runner.server.host, runner.server.linger) == ("0.0.0.0", 7.0)
+
+
+def test_an_engine_is_made_of_its_flags(monkeypatch):
+    """With vLLM's names in place of vLLM; --engine_args overrides all of them."""
+    made = dict(AsyncEngineArgs=dict, AsyncLLM=SimpleNamespace(from_engine_args=lambda args: args))
+    fakes = SimpleNamespace(**made, WeightTransferConfig=dict)
+    for name in ("vllm", "vllm.config", "vllm.engine", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    for name in ("vllm.config.weight_transfer", "vllm.engine.arg_utils", "vllm.v1.engine.async_llm"):
+        monkeypatch.setitem(sys.modules, name, fakes)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    cfg = Config(model="m", dtype="float32", seed=5, max_context=77, engine_memory=0.3, replay_experts=True)
+    on_gpu, on_cpu = Engine(cfg, 2, cpu=False).llm, Engine(cfg, 2, cpu=True).llm
+    assert on_gpu["gpu_memory_utilization"] == 0.3 and "gpu_memory_utilization" not in on_cpu
+    said = [on_gpu[k] for k in ("model", "dtype", "seed", "max_model_len", "enable_return_routed_experts")]
+    assert said == ["m", "float32", 7, 77, True]
+    cfg = Config(engine_args='{"seed": 9, "block_size": 32}', engine_tp=2)
+    llm = Engine(cfg, 0, cpu=False).llm
+    assert (llm["seed"], llm["block_size"], llm["tensor_parallel_size"]) == (9, 32, 2)
+    assert llm["distributed_executor_backend"] == "mp"
+
+
+class FakeRay:
+    """Counts what `launch` asks of Ray."""
+
+    def __init__(self):
+        self.joined, self.made = None, []
+
+    def init(self, **args):
+        self.joined = args
+
+    def cluster_resources(self):
+        return {"CPU": 64}
+
+    def get_runtime_context(self):
+        return SimpleNamespace(gcs_address="here:1")
+
+    def remote(self, actor):
+        def options(**place):
+            return SimpleNamespace(remote=lambda *args: self.made.append((actor.__name__, place)) or actor.__name__)
+
+        return SimpleNamespace(options=options)
+
+
+@pytest.mark.parametrize("address", ["", "auto"])
+def test_there_are_as_many_engines_and_runners_as_asked_on_a_cluster_or_on_this_node(monkeypatch, address):
+    monkeypatch.setattr(rollout, "ray", ray := FakeRay())
+    monkeypatch.setattr(rollout, "visible_gpus", list)
+    engines, _, joining = launch(Config(engines=3, engine_tp=2, runners=4, ray_address=address), [], 0, 2)
+    assert engines == ["Engine"] * 3 and [name for name, _ in ray.made].count("Runner") == 4
+    assert {place["num_cpus"] for name, place in ray.made if name == "Engine"} == {2}
+    assert joining["address"] == "here:1"
+    if address:
+        assert ray.joined["address"] == "auto" and "num_cpus" not in ray.joined
+    else:
+        assert "address" not in ray.joined and ray.joined["num_cpus"] == 3 * 2 + 4 + 2

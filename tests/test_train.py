@@ -6,14 +6,29 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from test_replay import segment
 
 import train
 from agent import InvariantError, Result
-from train import Config, Log, Meter, build_optimizer, check_gates, check_inputs, check_mass, deal, parse, validate
+from replay import pack
+from train import (
+    Config,
+    Log,
+    Meter,
+    build_optimizer,
+    check_gates,
+    check_inputs,
+    check_mass,
+    credit,
+    deal,
+    parse,
+    validate,
+)
 
 
 @pytest.mark.parametrize(
@@ -239,32 +254,167 @@ def test_a_half_written_checkpoint_is_never_the_newest(tmp_path):
     assert [p.name for p in train.checkpoints(str(tmp_path))] == ["checkpoint-000002", "checkpoint-000010"]
 
 
+class Scorer:
+    """Stands for a model and its head: the log-prob of every token is `factor` times its one weight."""
+
+    def __init__(self, factor=1.0):
+        self.model, self.head, self.factor = torch.nn.Linear(1, 1, bias=False), None, factor
+        torch.nn.init.constant_(self.model.weight, -1.0)
+
+    def experts(self, micro):
+        return train.contextlib.nullcontext()
+
+    def forward(self, micro):
+        x = micro.mask * self.model.weight.sum() * self.factor
+        return x, x * 3
+
+
+NO_MESH = SimpleNamespace(device_mesh=None, moe_mesh=None)
+
+
+def row_of(n, start):
+    """A micro-batch of one row whose tokens from `start` on are trained, with advantage and weight 1."""
+    micro = pack([segment(n, [(start, n)])], [0])
+    micro.old_logprobs = -micro.mask.float()
+    micro.advantages, micro.weights = micro.mask.float(), micro.mask.float()
+    return micro
+
+
+def batch_of(*groups):
+    """What the trainer knows of rollouts of these groups without their rows."""
+    rollouts = [{"group": g, "result": Result()} for g in groups]
+    return {"rollouts": rollouts, "rows": [{"rollout": i} for i in range(len(groups))], "sizes": [len(groups)]}
+
+
 def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(process_group):
     """The weights stay, optim/skipped counts, and the version does not move."""
-    from types import SimpleNamespace
+    scorer, meter = Scorer(math.nan), Meter()
+    before = scorer.model.weight.clone()
+    learner = train.Learner(scorer, NO_MESH, torch.optim.SGD(scorer.model.parameters(), lr=1.0), None)
+    parts = [[row_of(5, 2)]]
+    taken = train.learn(Config(), learner, batch_of(0), parts, train.policy_objective, "token_mean", meter, "")
+    assert taken == 0 and torch.equal(scorer.model.weight, before) and meter.local()["optim/skipped"] == 1
 
-    from test_replay import segment
 
-    from replay import pack
+def test_a_batch_has_as_many_optimizer_steps_as_epochs_times_minibatches(process_group):
+    scorer, steps = Scorer(), []
+    optimizer = SimpleNamespace(step=lambda: steps.append(1), zero_grad=scorer.model.zero_grad)
+    learner, batch = train.Learner(scorer, NO_MESH, optimizer, None), batch_of(0, 1) | {"sizes": [1, 1]}
+    parts = [[row_of(5, 2)], [row_of(6, 2)]]
+    taken = train.learn(Config(epochs=3), learner, batch, parts, train.policy_objective, "token_mean", Meter(), "")
+    assert taken == len(steps) == 6
 
-    model, meter = torch.nn.Linear(1, 1), Meter()
 
-    class Scorer:
-        def __init__(self):
-            self.model, self.head = model, None
+@pytest.mark.parametrize("limit,left", [(1.0, 1.0), (20.0, 10.0)])
+def test_gradients_are_clipped_to_their_norm(process_group, limit, left):
+    scorer = Scorer(10.0)
+    scorer.model.weight.grad = torch.full_like(scorer.model.weight, 10.0)
+    norm = train.clip_gradients(Config(max_grad_norm=limit), scorer, NO_MESH)
+    assert norm == pytest.approx(10.0) and float(scorer.model.weight.grad) == pytest.approx(left, rel=1e-5)
 
-        def experts(self, micro):
-            return train.contextlib.nullcontext()
 
-        def forward(self, micro):
-            return micro.mask * model.weight.sum() * math.nan, None
+def test_adamw_has_the_betas_and_the_weight_decay_that_were_asked_for():
+    optimizer, _ = build_optimizer(Config(betas=(0.8, 0.7), weight_decay=0.1), torch.nn.Linear(2, 2))
+    assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [((0.8, 0.7), 0.1)]
 
-    row = segment(5, [(2, 5)])
-    micro = pack([row], [0])
-    micro.old_logprobs, micro.advantages, micro.weights = torch.zeros(1, 5), torch.ones(1, 5), torch.ones(1, 5)
-    batch = {"rollouts": [{"group": 0, "result": Result()}], "rows": [{"rollout": 0}], "sizes": [1]}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = model.weight.clone()
-    learner = train.Learner(Scorer(), SimpleNamespace(device_mesh=None, moe_mesh=None), optimizer, None)
-    taken = train.learn(Config(), learner, batch, [[micro]], train.policy_objective, "token_mean", meter, "")
-    assert taken == 0 and torch.equal(model.weight, before) and meter.local()["optim/skipped"] == 1
+
+def test_the_critic_learns_at_its_own_rate_and_the_entropy_has_a_gradient_where_a_bonus_needs_it(monkeypatch):
+    class Model(torch.nn.Module):
+        def __init__(self, path):
+            super().__init__()
+            self.path, self.lm_head = path, torch.nn.Linear(4, 7)
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+    monkeypatch.setattr(train, "build_model", lambda cfg, device, path="": (Model(path), None))
+    cfg = Config(estimator="gae", critic_model="other", lr=0.1, critic_lr=0.5)
+    policy, critic = train.build_policy(cfg, "cpu"), train.build_critic(cfg, "cpu")
+    assert [x.scheduler.get_last_lr()[0] for x in (policy, critic)] == [0.1, 0.5]
+    assert (policy.replay.model.path, critic.replay.model.path) == ("", "other")
+    assert not policy.replay.head.entropy_gradient
+    assert train.build_policy(Config(entropy_coef=0.01), "cpu").replay.head.entropy_gradient
+
+
+def objective(micro, of=train.policy_objective, **flags):
+    """Losses of the trained tokens with a model that gives log-prob -1 and entropy -3 to each."""
+    losses, metrics = of(Config(loss="pg", **flags), Scorer(), micro)
+    return losses[micro.mask].tolist(), metrics
+
+
+def test_a_kl_is_in_the_reward_or_in_the_loss_and_a_bonus_in_the_loss(process_group):
+    micro = row_of(4, 2)
+    micro.ref_logprobs = -2.0 * micro.mask
+    assert objective(micro) == ([1.0, 1.0], {})  # -A log pi
+    assert objective(micro, entropy_coef=0.5)[0] == [2.5, 2.5]  # less 0.5 times -3
+    flags = dict(kl_coef=0.1, kl_loss=True)
+    losses, metrics = objective(micro, **flags)
+    assert losses == pytest.approx([1.05, 1.05]) and float(metrics["kl/loss"][0]) == 1.0  # k2: d is 1
+    found = {}
+    for kl_loss in (False, True):
+        credit(Config(estimator="reinforce", whiten=False, kl_coef=0.1, kl_loss=kl_loss), batch_of(0), [micro], Meter())
+        found[kl_loss] = micro.advantages[micro.mask].tolist()
+    assert found[False] == pytest.approx([-0.2, -0.1]) and found[True] == [0.0, 0.0]  # k1: d is 1
+
+
+def test_old_log_probs_are_the_trainer_s_or_the_engine_s():
+    micro = row_of(4, 2)
+    micro.old_logprobs, micro.behaviour_logprobs = -1.0 * micro.mask, -3.0 * micro.mask
+    for old, ratio in (("recompute", 1.0), ("behaviour", math.exp(2.0))):
+        _, metrics = train.policy_objective(Config(old=old), Scorer(), micro)
+        assert float(metrics["loss/ratio_max"]) == pytest.approx(ratio)
+
+
+def test_the_critic_s_value_moves_by_no_more_than_its_clip():
+    micro = row_of(4, 2)
+    micro.values, micro.targets = 0.5 * micro.mask, -1.0 * micro.mask
+    valued = SimpleNamespace(forward=lambda micro: (-1.0 * micro.mask,))
+    for clip, loss, share in ((0.0, 0.0, 0.0), (0.2, 0.5 * 1.3**2, 1.0)):
+        losses, metrics = train.value_objective(Config(value_clip=clip), valued, micro)
+        assert losses[micro.mask].tolist() == pytest.approx([loss] * 2)
+        assert float(metrics["value/clip_share"][0] / metrics["value/clip_share"][1]) == share
+
+
+def test_rewards_are_clipped_and_shaped_before_they_are_credited(process_group):
+    batch, meter = batch_of(0, 0, 0), Meter()
+    for r, reward in zip(batch["rollouts"], (-9.0, 0.5, 9.0)):
+        r["result"].reward = reward
+    micro = pack([segment(9, [(2, n)]) for n in (4, 5, 8)], [0, 1, 2], [0, 1, 2])  # 2, 3 and 6 sampled tokens
+    flags = dict(estimator="reinforce", whiten=False, reward_clip=(-1.0, 2.0), overlong=(6, 4))
+    credit(Config(**flags), batch, [micro], meter)
+    assert [float(a.max() if a.max() else a.min()) for a in micro.advantages] == pytest.approx([-1.0, 0.25, 1.0])
+    assert meter.local()["reward/overlong"] == pytest.approx(-1.25 / 3)
+
+
+def test_gdpo_without_named_rewards_is_refused(process_group):
+    with pytest.raises(ValueError, match="--estimator gdpo: the agent's Result.rewards are empty"):
+        credit(Config(estimator="gdpo"), batch_of(0, 0), [row_of(5, 2)], Meter())
+
+
+def test_the_denominator_of_a_step_is_of_all_tokens_or_of_the_kept_of_rollouts_or_a_length(process_group):
+    micro = row_of(6, 2)  # four trained tokens
+    micro.weights[0, 2] = 0.0  # one of them rejected
+    for flags, agg, want in (
+        (dict(), "token_mean", 4.0),
+        (dict(is_denominator="kept"), "token_mean", 3.0),
+        (dict(), "seq_mean", 1.0),
+        (dict(loss_length=50), "constant", 100.0),
+    ):
+        _, denominator, mass = train.shares(Config(**flags), batch_of(0, 1), [micro], 2, agg)
+        assert (denominator, mass) == (want, pytest.approx(1.0))
+
+
+def test_as_many_checkpoints_as_asked_are_kept_and_the_newest_is_loaded(tmp_path, process_group):
+    cfg = Config(out=str(tmp_path), keep=2, resume=True)
+
+    def learner(weight):
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, weight)
+        return {"policy": train.Learner(SimpleNamespace(model=model), None, *build_optimizer(cfg, model))}
+
+    for step in (1, 2, 3):
+        train.save_checkpoint(cfg, learner(float(step)), {"step": step, "version": step, "kl_coef": 0.5})
+    assert [p.name for p in train.checkpoints(cfg.out)] == ["checkpoint-000002", "checkpoint-000003"]
+    train.load_checkpoint(cfg, loaded := learner(0.0))
+    assert loaded["policy"].replay.model.weight.item() == 3.0
+    assert train.newest(cfg)["step"] == 3 and train.newest(Config(out=cfg.out))["step"] == 0
