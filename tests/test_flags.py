@@ -6,10 +6,13 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from typing import get_args
 
 import flags
 import pytest
 
+from estimator import ESTIMATORS
+from loss import LOSSES
 from train import Config
 
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", re.M)
@@ -70,6 +73,12 @@ def problems(agents: str) -> list[str]:
 
 def test_every_flag_is_in_the_table_and_every_cell_of_it_is_true():
     assert problems(AGENTS) == []
+
+
+def test_readme_names_every_estimator_loss_and_aggregation():
+    aggregations = get_args(Config.__annotations__["loss_agg"])
+    text = (flags.ROOT / "README.md").read_text()
+    assert [name for name in [*ESTIMATORS, *LOSSES, *aggregations] if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize(
