@@ -322,7 +322,10 @@ def test_the_critic_learns_at_its_own_rate_and_the_entropy_has_a_gradient_where_
     class Model(torch.nn.Module):
         def __init__(self, path):
             super().__init__()
-            self.path, self.lm_head = path, torch.nn.Linear(4, 7)
+            self.path, self.embed_tokens, self.lm_head = path, torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
+
+        def get_input_embeddings(self):
+            return self.embed_tokens
 
         def get_output_embeddings(self):
             return self.lm_head
