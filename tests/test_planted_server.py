@@ -58,7 +58,7 @@ BUGS = {
     "ignore an edited assistant turn": (server, "same_turn", lambda echo, sent: "T0", ["a_forged_turn"]),
     "lose the newline": (Chat, "following", lost_newline, ["a_conversation_is_one_row", "all_new_messages"]),
     "reuse a turn that reappears": (Forest, "_child", found_anywhere, ["a_turn_that_reappears"]),
-    "share a node between sub-agents": (Forest, "attach", one_place_for_all, ["sub_agents"]),
+    "share a node between sub-agents": (Forest, "attach", one_place_for_all, ["sub_agents_and"]),
     "count an undelivered reply": (
         Forest,
         "left",
