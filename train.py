@@ -919,23 +919,25 @@ def value_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, d
     return value_loss(values, micro.values, micro.targets, micro.mask, cfg.value_clip)
 
 
-def shares(cfg: Config, batch: dict, part: list, size: int, agg: str) -> tuple[torch.Tensor, float, float]:
-    """(weight of a token of each rollout [R], denominator, mass) of one optimizer step, the same on every rank.
+def row_counts(cfg: Config, micro) -> torch.Tensor:
+    """Tokens of each row that count in a mean: [B] float64."""
+    return counted(micro.weights, micro.mask, cfg.is_denominator, per_row=True).double()
 
-    The denominator is that of the whole step, known before the first backward; mass: this rank's tokens over it, which add up to
-    1 over ranks. Denominator 0: there is nothing to learn from, on any rank.
-    """
-    mine = torch.zeros(len(batch["rollouts"]), dtype=torch.float64)  # [R]
-    for m in part:
-        mine.index_add_(0, m.rollout.cpu(), counted(m.weights, m.mask, cfg.is_denominator, per_row=True).double().cpu())
-    counts = mine.clone()
+
+def shares(cfg: Config, batch: dict, part: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight of a token of each rollout [R], what the weighted tokens are divided by) of one optimizer step, the same on every
+    rank: over all ranks and micro-batches, known before the first backward. Divisor 0: there is nothing to learn from."""
+    counts = torch.zeros(len(batch["rollouts"]), dtype=torch.float64)  # [R]
+    for micro in part:
+        counts.index_add_(0, micro.rollout.cpu(), row_counts(cfg, micro).cpu())
     dist.all_reduce(counts)
-    share, total = seq_mean(counts) if agg == "seq_mean" else (torch.ones_like(counts), counts.sum())
-    mass = float((mine * share).sum() / total) if counts.sum() else 0.0
-    return share, float(counts.sum() and (cfg.loss_length * size if agg == "constant" else total)), mass
+    if cfg.loss_agg == "seq_mean":
+        share, rollouts = seq_mean(counts)
+        return share, rollouts * (counts.sum() > 0)
+    return torch.ones_like(counts), counts.sum()
 
 
-def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, agg: str, meter: Meter, name: str) -> int:
+def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name: str = "") -> int:
     """All optimizer steps of the policy or the critic on one batch; returns how many were taken.
 
     parts: micro-batches of each minibatch; objective: (cfg, replay, micro) -> losses [B, T], metrics; name: "" or "critic_".
@@ -943,17 +945,19 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, ag
     world, replay, taken = dist.get_world_size(), learner.replay, 0
     for _ in range(cfg.epochs):
         for part, size in zip(parts, batch["sizes"]):
-            share, denominator, mass = shares(cfg, batch, part, size, agg)
-            if not denominator:
+            share, total = shares(cfg, batch, part)
+            if total == 0:  # nothing to learn from, on any rank
                 continue
-            meter.add({f"loss/{name}mass": (mass, 1 / world)})
+            denominator = cfg.loss_length * size if cfg.loss_agg == "constant" else float(total)
             for micro in part:
+                each = share.to(micro.weights)[micro.rollout]  # [B]
                 with replay.experts(micro):  # open through backward
                     losses, metrics = objective(cfg, replay, micro)
-                    weights = micro.weights * share.to(micro.weights)[micro.rollout, None]  # [B, T]
-                    loss = aggregate(losses, weights, micro.mask, denominator)
+                    loss = aggregate(losses, micro.weights * each[:, None], micro.mask, denominator)
                     (loss * world).backward()  # FSDP averages over ranks
                 meter.add(metrics | {f"loss/{name or 'policy'}".rstrip("_"): (loss.detach(), 0)})
+                meter.add({f"loss/{name}mass": ((row_counts(cfg, micro) * each).sum() / float(total), 0)})
+            meter.add({f"loss/{name}mass": (0.0, 1 / world)})
             norm = clip_gradients(cfg, replay, learner.mesh)
             finite = math.isfinite(norm)
             if finite:
@@ -1085,7 +1089,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     clock = Clock()
     where = newest(cfg)
-    cfg.kl_coef = where["kl_coef"]
+    if cfg.kl_target:
+        cfg.kl_coef = where["kl_coef"]
     engines, rollouts, address = [], None, None
     if rank == 0:  # the engines load while this process imports and builds its model
         engines, rollouts, address = launch(cfg, rows, where["position"], 2 if cfg.estimator in GROUP_ESTIMATORS else 1)
@@ -1172,9 +1177,11 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         # gradient
         lr, taken = policy.scheduler.get_last_lr()[0], 0
         if critic:
-            learn(cfg, critic, batch, parts, value_objective, "token_mean", meter, "critic_")
+            learn(
+                dataclasses.replace(cfg, loss_agg="token_mean"), critic, batch, parts, value_objective, meter, "critic_"
+            )
         if step >= cfg.critic_warmup_steps:
-            taken = learn(cfg, policy, batch, parts, policy_objective, cfg.loss_agg, meter, "")
+            taken = learn(cfg, policy, batch, parts, policy_objective, meter)
         for learner in learners.values():
             learner.scheduler.step()
         learnt = meter.reduce(control)
@@ -1190,7 +1197,12 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         clock.mark("time/refit")
         position = ray.get(rollouts.refitted.remote()) if rank == 0 else None
 
-        metrics = {"step": step + 1, "version": version, "optim/lr": lr} | batch_metrics(batch) | checked | learnt
+        metrics = (
+            {"step": step + 1, "version": version, "optim/lr": lr, "kl/coef": cfg.kl_coef}
+            | batch_metrics(batch)
+            | checked
+            | learnt
+        )
         if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tokens = metrics["tokens/trained"] + metrics["tokens/context"]
             log.write(metrics | refit_metrics | times(clock.take(), tokens, device))
@@ -1248,7 +1260,7 @@ def run_sft(cfg: Config, rows: list[dict] | None) -> None:
             micro.advantages, micro.weights = micro.mask.float(), micro.mask.float()  # loss = -log pi
         lr, taken = (
             policy.scheduler.get_last_lr()[0],
-            learn(cfg, policy, batch, parts, policy_objective, cfg.loss_agg, meter, ""),
+            learn(cfg, policy, batch, parts, policy_objective, meter),
         )
         policy.scheduler.step()
         learnt = meter.reduce(control)

@@ -204,7 +204,7 @@ class Stage:
                 self.model.zero_grad()
 
         learner = dataclasses.replace(self.policy, optimizer=Keep())
-        learn(cfg, learner, batch, parts, policy_objective, cfg.loss_agg, meter, "")
+        learn(cfg, learner, batch, parts, policy_objective, meter)
         check_mass(metrics := meter.local())
         return metrics, gradient[-1]
 

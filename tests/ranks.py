@@ -111,7 +111,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         train.weigh(cfg, micro, meter)
     learner = train.Learner(replay, mesh, optimizer, None)
     objective = train.value_objective if critic else train.policy_objective
-    train.learn(cfg, learner, batch, parts, objective, cfg.loss_agg, meter, "critic_" if critic else "")
+    train.learn(cfg, learner, batch, parts, objective, meter, "critic_" if critic else "")
     metrics = meter.reduce(dist.group.WORLD)
     train.check_mass(metrics)
     weights = {n: full(p) for n, p in model.named_parameters()}

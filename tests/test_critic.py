@@ -33,7 +33,7 @@ def learn(cfg, critic, steps):
     batch = {"rollouts": [{}, {}], "sizes": [2]}
     for _ in range(steps):
         meter = train.Meter()
-        train.learn(cfg, critic, batch, [[micro]], train.value_objective, "token_mean", meter, "critic_")
+        train.learn(cfg, critic, batch, [[micro]], train.value_objective, meter, "critic_")
         critic.scheduler.step()
         errors.append(meter.local()["value/error"])
     return errors

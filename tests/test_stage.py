@@ -325,7 +325,8 @@ def test_planted_a_denominator_of_one_micro_batch(dense, monkeypatch):
     metrics, gradient = dense.update(rows, tokens_per_microbatch=512)
     _, whole = dense.update(rows)
     assert metrics["loss/mass"] == pytest.approx(1) and torch.allclose(gradient, whole, atol=1e-6)
-    monkeypatch.setattr(train, "global_tokens", lambda tokens: float(tokens[0]))
+    real = train.shares
+    monkeypatch.setattr(train, "shares", lambda cfg, batch, part: real(cfg, batch, part[:1]))
     with pytest.raises(InvariantError, match="^loss denominator"):
         dense.update(rows, tokens_per_microbatch=512)
 

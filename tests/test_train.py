@@ -292,7 +292,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(process_group)
     before = scorer.model.weight.clone()
     learner = train.Learner(scorer, NO_MESH, torch.optim.SGD(scorer.model.parameters(), lr=1.0), None)
     parts = [[row_of(5, 2)]]
-    taken = train.learn(Config(), learner, batch_of(0), parts, train.policy_objective, "token_mean", meter, "")
+    taken = train.learn(Config(), learner, batch_of(0), parts, train.policy_objective, meter)
     assert taken == 0 and torch.equal(scorer.model.weight, before) and meter.local()["optim/skipped"] == 1
 
 
@@ -301,7 +301,7 @@ def test_a_batch_has_as_many_optimizer_steps_as_epochs_times_minibatches(process
     optimizer = SimpleNamespace(step=lambda: steps.append(1), zero_grad=scorer.model.zero_grad)
     learner, batch = train.Learner(scorer, NO_MESH, optimizer, None), batch_of(0, 1) | {"sizes": [1, 1]}
     parts = [[row_of(5, 2)], [row_of(6, 2)]]
-    taken = train.learn(Config(epochs=3), learner, batch, parts, train.policy_objective, "token_mean", Meter(), "")
+    taken = train.learn(Config(epochs=3), learner, batch, parts, train.policy_objective, Meter())
     assert taken == len(steps) == 6
 
 
@@ -394,17 +394,20 @@ def test_gdpo_without_named_rewards_is_refused(process_group):
         credit(Config(estimator="gdpo"), batch_of(0, 0), [row_of(5, 2)], Meter())
 
 
-def test_the_denominator_of_a_step_is_of_all_tokens_or_of_the_kept_of_rollouts_or_a_length(process_group):
-    micro = row_of(6, 2)  # four trained tokens
-    micro.weights[0, 2] = 0.0  # one of them rejected
-    for flags, agg, want in (
-        (dict(), "token_mean", 4.0),
-        (dict(is_denominator="kept"), "token_mean", 3.0),
-        (dict(), "seq_mean", 1.0),
-        (dict(loss_length=50), "constant", 100.0),
+def test_the_denominator_of_a_step_is_of_all_tokens_or_of_the_kept_of_rollouts_or_a_length(process_group, monkeypatch):
+    seen, real = [], train.aggregate
+    monkeypatch.setattr(train, "aggregate", lambda *args: seen.append(float(args[-1])) or real(*args))
+    for flags, want in (
+        (dict(), 4.0),
+        (dict(is_denominator="kept"), 3.0),
+        (dict(loss_agg="seq_mean"), 1.0),  # one of the two rollouts has no token
+        (dict(loss_agg="constant", loss_length=50), 100.0),
     ):
-        _, denominator, mass = train.shares(Config(**flags), batch_of(0, 1), [micro], 2, agg)
-        assert (denominator, mass) == (want, pytest.approx(1.0))
+        micro, scorer, meter = row_of(6, 2), Scorer(), Meter()  # four trained tokens
+        micro.weights[0, 2] = 0.0  # one of them rejected
+        learner = train.Learner(scorer, NO_MESH, torch.optim.SGD(scorer.model.parameters()), None)
+        train.learn(Config(**flags), learner, batch_of(0, 1), [[micro]], train.policy_objective, meter)
+        assert seen.pop() == want and meter.local()["loss/mass"] == pytest.approx(1.0)
 
 
 def test_as_many_checkpoints_as_asked_are_kept_and_the_newest_is_loaded(tmp_path, process_group):
