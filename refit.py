@@ -61,14 +61,32 @@ def offsets(dtypes: list[str], shapes: list[list[int]]) -> tuple[list[tuple[int,
     return spans, -(-at // PAGE) * PAGE
 
 
+def merged(model):
+    """Yield (weight, function that gives it with its adapter added) of every weight that has an adapter."""
+    for m in model.modules():
+        if hasattr(m, "lora_A"):
+            yield m.weight, lambda m=m: m.weight + m.scale * (m.lora_B.weight @ m.lora_A.weight)
+        elif hasattr(m, "lora_down_A"):  # grouped experts [E, in, out]
+            yield (
+                m.gate_and_up_projs,
+                lambda m=m: m.gate_and_up_projs + m.scale * (m.lora_gate_and_up_A @ m.lora_gate_and_up_B),
+            )
+            yield m.down_projs, lambda m=m: m.down_projs + m.scale * (m.lora_down_A @ m.lora_down_B)
+
+
+@torch.no_grad()
 def hf_tensors(model, dtype: torch.dtype):
-    """Yield (Hugging Face name, full tensor in `dtype`) of every parameter; a tied head is a parameter only once.
+    """Yield (Hugging Face name, full tensor in `dtype`) of every parameter, adapters added to the weights that they belong to; a
+    tied head is a parameter only once.
 
     Gathering a sharded parameter is a collective: every trainer rank iterates, in the same order.
     """
-    adapter = getattr(model, "state_dict_adapter", None)
+    adapter, sums = getattr(model, "state_dict_adapter", None), dict(merged(model))
     for name, p in model.named_parameters():
-        full = (p.full_tensor() if isinstance(p, dist.tensor.DTensor) else p).detach()
+        if "lora_" in name:
+            continue
+        full = sums[p]() if p in sums else p.detach()
+        full = full.full_tensor() if isinstance(full, dist.tensor.DTensor) else full
         name = name.replace("_checkpoint_wrapped_module.", "")
         for hf_name, tensor in adapter.convert_single_tensor_to_hf(name, full) if adapter else [(name, full)]:
             yield hf_name, tensor.to(dtype)

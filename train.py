@@ -64,7 +64,7 @@ from loss import (
     seq_mean,
     value_loss,
 )
-from refit import Refit
+from refit import Refit, merged
 from replay import Head, Replay, ValueHead, check_identity, pack, plan
 from rollout import demonstrate, launch, load_rows, order
 from server import Chat
@@ -229,6 +229,14 @@ class Config:
     """of AdamW"""
     betas: tuple[float, float] = (0.9, 0.95)
     """of AdamW"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the layers, its steps as large as AdamW's, and AdamW for the rest"""
+    lora_rank: int = 0
+    """rank of the policy's adapters on all projections and experts, the weights stay as they are; 0 trains the weights"""
+    lora_alpha: int = 0
+    """the adapters are scaled by this over --lora_rank; 0: twice the rank"""
+    checkpoint_activations: bool = False
+    """compute the activations of each layer again in backward, instead of keeping them"""
     max_grad_norm: float = 1.0
     """gradients are clipped to this norm; a step with a non-finite norm is skipped and counted"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -265,6 +273,7 @@ class Config:
             self.ref_model = self.ref_model or self.model
         if self.estimator == "gae":
             self.critic_model = self.critic_model or self.model
+        self.lora_alpha = self.lora_alpha or 2 * self.lora_rank
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -353,6 +362,8 @@ def validate_algorithm(cfg: Config) -> None:
         (e == "opd" and (not kl or cfg.kl_loss), f"--estimator opd --kl_coef {cfg.kl_coef}", "the KL is all that it learns from: set a positive --kl_coef and no --kl_loss"),
         (cfg.ref_model and not kl, f"--ref_model {cfg.ref_model}", "nothing reads it: set a --kl_coef"),
         (e != "gae" and (cfg.critic_model or cfg.critic_warmup_steps), "--critic_model, --critic_warmup_steps", f"--estimator {e} has no critic: use gae"),
+        (cfg.lora_rank < 0, f"--lora_rank {cfg.lora_rank}", "a rank is positive, and 0 trains the weights themselves"),
+        (cfg.lora_alpha < 0 or (cfg.lora_alpha and not cfg.lora_rank), f"--lora_alpha {cfg.lora_alpha} --lora_rank {cfg.lora_rank}", "a scale of adapters is positive, and needs adapters: set --lora_rank"),
         (cfg.reward_weights and e != "gdpo", f"--reward_weights --estimator {e}", "only gdpo weighs named rewards"),
         (any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0], f"--overlong {cfg.overlong[0]} {cfg.overlong[1]}", "give LIMIT BUFFER with 0 < BUFFER <= LIMIT"),
     ]  # fmt: skip
@@ -436,8 +447,15 @@ def cuda_means_cpu(device: str):
         torch.device, torch.cuda.current_device = real, current
 
 
+def adapters(cfg: Config):
+    """AutoModel's description of the adapters of --lora_rank."""
+    from nemo_automodel.components._peft.lora import PeftConfig
+
+    return PeftConfig(target_modules=["*_proj", "*experts*"], dim=cfg.lora_rank, alpha=cfg.lora_alpha)
+
+
 def build_model(cfg: Config, device: str, path: str = ""):
-    """The policy (or the model at `path`) as an FSDP2 model of AutoModel, with float32 master weights; (model, device meshes)."""
+    """The policy (or the model at `path`, without adapters) as an FSDP2 model with float32 master weights; (model, device meshes)."""
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
@@ -445,17 +463,18 @@ def build_model(cfg: Config, device: str, path: str = ""):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig
 
-    bf16, world, path = cfg.dtype == "bfloat16", torch.distributed.get_world_size(), path or cfg.model
-    moe = experts_of(AutoConfig.from_pretrained(path))
+    bf16, world = cfg.dtype == "bfloat16", torch.distributed.get_world_size()
+    moe = experts_of(AutoConfig.from_pretrained(path or cfg.model))
     # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     setup = DistributedSetup.build(
         FSDP2Config(mp_policy=policy, defer_fsdp_grad_sync=False),
         parallelism_sizes=ParallelismSizes(ep_size=cfg.ep),
         moe_parallel_config=MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None,
+        activation_checkpointing=cfg.checkpoint_activations,
         world_size=world,
     )
-    extra = {}
+    extra = {"peft_config": adapters(cfg)} if cfg.lora_rank and not path else {}
     if moe:
         extra["moe_overrides"] = dict(
             aux_loss_coeff=0.0, enable_routing_replay=True
@@ -472,7 +491,7 @@ def build_model(cfg: Config, device: str, path: str = ""):
             )
     with cuda_means_cpu(device):
         model = NeMoAutoModelForCausalLM.from_pretrained(
-            path,
+            path or cfg.model,
             torch_dtype=torch.float32,
             attn_implementation="sdpa",
             distributed_setup=setup,
@@ -487,15 +506,31 @@ def build_model(cfg: Config, device: str, path: str = ""):
     return model, setup.mesh_context
 
 
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon for the groups marked muon, AdamW for the others: one optimizer to the schedule and the checkpoints."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for kind in (torch.optim.AdamW, torch.optim.Muon):
+            if groups := [g for g in self.param_groups if g["muon"] == (kind is torch.optim.Muon)]:
+                part = kind(groups)  # made at each step, on the same groups and state, since loading replaces both
+                part.state = self.state
+                part.step()
+
+
 def build_optimizer(cfg: Config, model, lr: float = 0.0):
-    """AdamW and its schedule. One parameter group per device mesh, since foreach kernels cannot mix meshes."""
+    """The optimizer and its schedule. One parameter group per device mesh, since foreach kernels cannot mix meshes."""
     groups = {}
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         if p.requires_grad:
-            groups.setdefault(str(getattr(p, "device_mesh", None)), []).append(p)
-    optimizer = torch.optim.AdamW(
-        [{"params": g} for g in groups.values()], lr=lr or cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay
-    )
+            muon = cfg.optimizer == "muon" and p.ndim == 2 and ".layers." in name  # no embedding and no head
+            groups.setdefault((str(getattr(p, "device_mesh", None)), muon), []).append(p)
+    groups = [{"params": g, "muon": muon} for (_, muon), g in groups.items()]
+    settings = dict(lr=lr or cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay)
+    if cfg.optimizer == "muon":
+        optimizer = Muon(groups, settings | {"adjust_lr_fn": "match_rms_adamw"})
+    else:
+        optimizer = torch.optim.AdamW(groups, **settings)
 
     def scale(step: int) -> float:
         if step < cfg.warmup:
@@ -568,10 +603,11 @@ def checkpoints(out: str) -> list[Path]:
 
 
 def training_state(learners: dict) -> dict:
-    """Weights and moments of each learner, under its name."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    """Weights that learn and moments of each learner, under its name."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    states = {name: get_state_dict(x.replay.model, x.optimizer) for name, x in learners.items()}
+    options = StateDictOptions(ignore_frozen_params=True)
+    states = {name: get_state_dict(x.replay.model, x.optimizer, options=options) for name, x in learners.items()}
     return {name: {"model": weights, "optimizer": moments} for name, (weights, moments) in states.items()}
 
 
@@ -606,35 +642,61 @@ def newest(cfg: Config) -> dict:
 def load_checkpoint(cfg: Config, learners: dict[str, Learner]) -> None:
     """Load the newest checkpoint into models, optimizers and schedules, on any number of ranks."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    state = training_state(learners)
+    state, options = training_state(learners), StateDictOptions(strict=False)  # frozen weights are not in it
     dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
     for name, x in learners.items():
         weights, moments = state[name]["model"], state[name]["optimizer"]
-        set_state_dict(x.replay.model, x.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        loaded = dict(model_state_dict=weights, optim_state_dict=moments, options=options)
+        set_state_dict(x.replay.model, x.optimizer, **loaded)
         x.scheduler.load_state_dict(newest(cfg)["schedulers"][name])
 
 
+@torch.no_grad()
+def merge(model) -> None:
+    """Add the adapters to their weights, for good: the model computes the same, its adapters are zero and not in state_dict()."""
+    for weight, sum_of in merged(model):
+        weight.copy_(sum_of())
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.zero_()
+
+    def forget(_, state, *more) -> None:
+        for name in [n for n in state if "lora_" in n]:
+            del state[name]
+
+    model.register_state_dict_post_hook(forget)
+
+
 def export(cfg: Config, model) -> Path:
-    """Write the policy as Hugging Face safetensors, with its tokenizer, into <out>/model; transformers and vLLM load it."""
+    """Write the policy as Hugging Face safetensors, with its tokenizer, into <out>/model; transformers and vLLM load it.
+
+    With --lora_rank the adapters go into <out>/adapter, as peft loads them, and into the weights: the run ends with it.
+    """
     from nemo_automodel.components.checkpoint.config import CheckpointingConfig
     from transformers import AutoTokenizer
 
-    folder = Path(cfg.out) / "model"
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier()
-    checkpointer = CheckpointingConfig(
-        checkpoint_dir=cfg.out, model_save_format="safetensors", save_consolidated=True, model_repo_id=cfg.model
-    ).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
-    temporary = Path(cfg.out) / "model.tmp"
-    model.save_pretrained(str(temporary), checkpointer=checkpointer, tokenizer=AutoTokenizer.from_pretrained(cfg.model))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (temporary / "model" / "consolidated").rename(folder)
-        shutil.rmtree(temporary)
-    return folder
+    def write(name: str, written: str, **how) -> Path:
+        folder, temporary = Path(cfg.out) / name, Path(cfg.out) / f"{name}.tmp"
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
+        checkpointer = CheckpointingConfig(
+            checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model, **how
+        ).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
+        extra = dict(tokenizer=AutoTokenizer.from_pretrained(cfg.model), peft_config=adapters(cfg))
+        model.save_pretrained(str(temporary), checkpointer=checkpointer, **extra)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (temporary / written).rename(folder)
+            shutil.rmtree(temporary)
+        return folder
+
+    if cfg.lora_rank:
+        write("adapter", "model", is_peft=True)
+        merge(model)
+    return write("model", "model/consolidated", save_consolidated=True)
 
 
 # ---- metrics

@@ -168,8 +168,9 @@ class Stage:
         check_gates(cfg, metrics := meter.local())
         return metrics
 
-    def update(self, segments, rewards=None, **flags):
-        """One batch through the trainer's own steps with a step size of 0; returns (metrics, the gradient as one vector)."""
+    def update(self, segments, rewards=None, optimizer=None, **flags):
+        """One batch through the trainer's own steps, with a step size of 0 unless an optimizer is given; returns (metrics, the
+        gradient as one vector, None where an optimizer took it)."""
         import dataclasses
 
         import torch
@@ -203,10 +204,10 @@ class Stage:
             def zero_grad(_):
                 self.model.zero_grad()
 
-        learner = dataclasses.replace(self.policy, optimizer=Keep())
+        learner = dataclasses.replace(self.policy, optimizer=optimizer or Keep())
         learn(cfg, learner, batch, parts, policy_objective, meter)
         check_mass(metrics := meter.local())
-        return metrics, gradient[-1]
+        return metrics, gradient[-1] if gradient else None
 
 
 class Talker:
@@ -232,3 +233,9 @@ def tied(cluster, process_group, tiny):
 @pytest.fixture(scope="session")
 def moe(cluster, process_group, tiny):
     return Stage(f"{tiny}/moe")
+
+
+@pytest.fixture(scope="session")
+def adapted(cluster, process_group, tiny):
+    """A mixture of experts, its layer 0 dense, that learns through adapters."""
+    return Stage(f"{tiny}/moe", lora_rank=4)

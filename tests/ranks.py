@@ -16,7 +16,14 @@ from test_replay import segment
 
 import train
 from agent import Result
+from refit import hf_tensors
 from replay import Head, Replay, ValueHead, pack
+
+CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+def names(model):
+    return [(n.replace(f"{CHECKPOINTED}.", ""), p) for n, p in model.named_parameters()]
 
 
 def full(tensor):
@@ -42,6 +49,10 @@ def main(tiny: str, out: str) -> None:
         ("critic", "dense", 16384, dict(estimator="gae")),
         ("critic-many", "dense", 100, dict(estimator="gae")),
         ("critic-tied", "tied", 100, dict(estimator="gae", kl_coef=0.1)),
+        ("dense-again", "dense", 16384, whole | dict(checkpoint_activations=True)),
+        ("moe-again", "moe", 16384, whole | dict(checkpoint_activations=True)),
+        ("dense-adapted", "dense", 16384, whole | dict(lora_rank=4)),
+        ("moe-adapted", "moe", 16384, whole | dict(lora_rank=4)),
     ):
         job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, flags)
     dist.destroy_process_group()
@@ -63,13 +74,18 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
     train.validate(cfg, world)
     model, mesh = train.build_model(cfg, "cpu")
     critic = ValueHead(model) if cfg.estimator == "gae" else None  # in the policy's place: what a critic does is tested
-    start = {n: full(p) for n, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if "lora_" in name:  # on any number of ranks the same, and B not 0
+            value = torch.sin(torch.arange(p.numel()).float() * 1.7).view(p.shape) / 10
+            sharded = isinstance(p, dist.tensor.DTensor)
+            p.data.copy_(dist.tensor.distribute_tensor(value, p.device_mesh, p.placements) if sharded else value)
+    start = {n: full(p) for n, p in names(model)}
     replay = Replay(model, 1.0, critic or Head(model.get_output_embeddings(), cfg.entropy_coef != 0))
     gradients = {}
 
     class Keep(torch.optim.SGD):
         def step(self):
-            gradients.update({n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+            gradients.update({n: full(p.grad) for n, p in names(model) if p.grad is not None})
             super().step()
 
     optimizer = Keep(model.parameters(), lr=1e-2)  # before the first forward, which leaves gathered parameters behind
@@ -114,9 +130,11 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
     train.learn(cfg, learner, batch, parts, objective, meter, "critic_" if critic else "")
     metrics = meter.reduce(dist.group.WORLD)
     train.check_mass(metrics)
-    weights = {n: full(p) for n, p in model.named_parameters()}
+    weights = {n: full(p) for n, p in names(model)}
+    sent = dict(hf_tensors(model, torch.float32)) if cfg.lora_rank else {}
+    found = {"metrics": metrics, "gradients": gradients, "weights": weights, "start": start, "sent": sent}
     if rank == 0:
-        torch.save({"metrics": metrics, "gradients": gradients, "weights": weights, "start": start}, out)
+        torch.save(found | {"wrapped": sum(CHECKPOINTED in n for n, _ in model.named_modules())}, out)
     dist.barrier()
 
 

@@ -59,3 +59,23 @@ def test_every_weight_moved(result):
             assert r["gradients"].keys() == r["weights"].keys()
             still = [n for n in r["weights"] if torch.equal(r["weights"][n], r["start"][n])]
             assert not still, f"{name} on {world} ranks: {still} did not move"
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_activations_computed_again_in_backward_give_the_same_gradient(result, model):
+    """For a mixture of experts the recompute must route as the forward did, here to experts that the gate would not choose."""
+    for world in (1, 2):
+        assert result(f"{model}-again", world)["wrapped"] > 0 == result(model, world)["wrapped"]
+        same(result(model, 1), result(f"{model}-again", world), f"{model} computed again on {world} ranks")
+
+
+@pytest.mark.parametrize("model", ["dense-adapted", "moe-adapted"])
+def test_two_ranks_give_the_adapters_of_one_and_send_the_same_sums(result, model):
+    one, two = result(model, 1), result(model, 2)
+    same(one, two, f"{model} on 2 ranks")
+    assert one["sent"].keys() == two["sent"].keys() and not [n for n in one["sent"] if "lora_" in n]
+    for name, tensor in one["sent"].items():
+        assert torch.allclose(tensor, two["sent"][name], atol=1e-6), name
+    for r in (one, two):
+        moved = {n for n in r["weights"] if not torch.equal(r["weights"][n], r["start"][n])}
+        assert moved == {n for n in r["weights"] if "lora_" in n} == r["gradients"].keys()
