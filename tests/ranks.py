@@ -53,6 +53,7 @@ def main(tiny: str, out: str) -> None:
         ("moe-again", "moe", 16384, whole | dict(checkpoint_activations=True)),
         ("dense-adapted", "dense", 16384, whole | dict(lora_rank=4)),
         ("moe-adapted", "moe", 16384, whole | dict(lora_rank=4)),
+        ("moe-muon", "moe", 16384, whole | dict(optimizer="muon")),
     ):
         job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, flags)
     dist.destroy_process_group()
@@ -86,8 +87,9 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
     class Keep(torch.optim.SGD):
         def step(self):
             gradients.update({n: full(p.grad) for n, p in names(model) if p.grad is not None})
-            super().step()
+            muon.step() if cfg.optimizer == "muon" else super().step()
 
+    muon, _ = train.build_optimizer(cfg, model)
     optimizer = Keep(model.parameters(), lr=1e-2)  # before the first forward, which leaves gathered parameters behind
     rng = np.random.default_rng(0)
     rows, owners = [], []

@@ -79,3 +79,11 @@ def test_two_ranks_give_the_adapters_of_one_and_send_the_same_sums(result, model
     for r in (one, two):
         moved = {n for n in r["weights"] if not torch.equal(r["weights"][n], r["start"][n])}
         assert moved == {n for n in r["weights"] if "lora_" in n} == r["gradients"].keys()
+
+
+def test_muon_steps_on_two_ranks_as_on_one(result):
+    """It multiplies whole matrices, of which each rank has a part; in bfloat16, hence the bar."""
+    one, two = result("moe-muon", 1), result("moe-muon", 2)
+    for name, start in one["start"].items():
+        step, gap = one["weights"][name] - start, one["weights"][name] - two["weights"][name]
+        assert gap.norm() <= 0.05 * step.norm() and step.norm() > 0, name
