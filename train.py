@@ -301,80 +301,70 @@ def parse(argv: list[str] | None = None) -> Config:
 def validate(cfg: Config, world: int = 1) -> None:
     """Refuse what cannot work. Pure: looks at nothing but `cfg` and the number of ranks; raises ValueError."""
     positive = (
-        "max_turns episode_timeout engines engine_tp runners prompts samples max_tokens max_context refit_bucket_mb "
+        "max_turns episode_timeout engines engine_tp runners prompts samples max_tokens max_context steps epochs lr"
     )
-    for name in (positive + "tokens_per_microbatch steps epochs minibatches lr max_grad_norm ep keep").split():
-        if getattr(cfg, name) <= 0:
-            raise ValueError(f"--{name} {getattr(cfg, name)} must be positive")
-    if cfg.agent_cmd and not cfg.reward:
-        raise ValueError(f"--agent_cmd {cfg.agent_cmd}: set --reward to the file that grades what it did")
-    if cfg.temperature <= 0:
-        raise ValueError(f"--temperature {cfg.temperature}: training samples, so it must be above 0")
-    if cfg.samples < 2 and cfg.estimator in GROUP_ESTIMATORS:
-        raise ValueError(
-            f"--samples {cfg.samples}: --estimator {cfg.estimator} compares rollouts of a group, set --samples 2 or more"
-        )
-    if cfg.prompts % cfg.minibatches:
-        raise ValueError(f"--prompts {cfg.prompts} is not divisible by --minibatches {cfg.minibatches}")
-    if world % cfg.ep:
-        raise ValueError(
-            f"--ep {cfg.ep} does not divide the {world} ranks: start torchrun with --nproc-per-node a multiple of it"
-        )
-    if cfg.max_context > cfg.tokens_per_microbatch:
-        raise ValueError(
-            f"--tokens_per_microbatch {cfg.tokens_per_microbatch} is below --max_context {cfg.max_context}: raise it"
-        )
-    if not 0 <= cfg.max_failed <= 1:
-        raise ValueError(f"--max_failed {cfg.max_failed} is a share, between 0 and 1")
-    if cfg.dual_clip and cfg.dual_clip <= 1:
-        raise ValueError(f"--dual_clip {cfg.dual_clip} must be above 1, or 0 for off")
-    validate_algorithm(cfg)
-    if cfg.resume and not cfg.out:
-        raise ValueError("--resume needs --out, the folder of the run to go on with")
-    try:
-        if not isinstance(json.loads(cfg.engine_args), dict):
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"--engine_args {cfg.engine_args} is not a JSON object, as in '{{\"block_size\": 32}}'"
-        ) from None
-
-
-def validate_algorithm(cfg: Config) -> None:
-    """Refuse combinations of estimator, loss and correction that mean nothing; each line is (it is so, why, what to do)."""
-    e, loss, grouped, kl = cfg.estimator, cfg.loss, cfg.estimator in GROUP_ESTIMATORS, cfg.kl_coef != 0
-    low, high = cfg.is_band
-    refused = [
-        (cfg.is_level in ("seq", "geo") and cfg.is_mode != "mask", f"--is_level {cfg.is_level} --is_mode {cfg.is_mode}", "a gate over whole sequences: set --is_mode mask"),
-        (low > high, f"--is_band {low} {high}", "LO is above HI"),
-        ((cfg.loss_agg == "constant") != (cfg.loss_length > 0), f"--loss_agg {cfg.loss_agg} --loss_length {cfg.loss_length}", "constant needs a length, the others have none"),
-        (cfg.dual_clip and loss not in ("ppo", "gspo", "gspo_token"), f"--dual_clip {cfg.dual_clip} --loss {loss}", "that loss has no clip that it could bound: use ppo, or drop it"),
-        (loss in SEQUENCE_LOSSES and cfg.is_level == "token", f"--is_level token --loss {loss}", "the loss has one ratio per sequence: set --is_level seq or geo"),
-        (loss in SEQUENCE_LOSSES and cfg.loss_agg != "seq_mean", f"--loss {loss} --loss_agg {cfg.loss_agg}", "its mean is over sequences: set --loss_agg seq_mean"),
-        (loss == "dppo" and cfg.is_level != "off", f"--loss dppo --is_level {cfg.is_level}", "its ratio is already the one to the engine: drop --is_level"),
-        (cfg.old == "behaviour" and cfg.is_level != "off", f"--old behaviour --is_level {cfg.is_level}", "the ratio then holds the correction: drop one of them"),
-        (kl and not cfg.kl_loss and grouped, f"--kl_coef {cfg.kl_coef} --estimator {e}", "a group estimator takes no KL as a reward: add --kl_loss"),
-        (e == "sft" and (loss != "pg" or kl or cfg.is_level != "off" or cfg.epochs > 1), "--estimator sft", "its loss is -log pi: no other --loss, no KL, no correction, --epochs 1"),
-        (cfg.kl_loss and cfg.kl_type == "k1", "--kl_loss --kl_type k1", "the expected gradient of k1 is zero: use k2 or k3"),
-        (cfg.kl_loss and not kl, "--kl_loss", "it needs a --kl_coef"),
-        (cfg.kl_target and not kl, f"--kl_target {cfg.kl_target}", "it needs a --kl_coef to start from"),
-        (e == "opd" and not cfg.ref_model, "--estimator opd", "it needs a teacher: set --ref_model"),
-        (e == "opd" and (not kl or cfg.kl_loss), f"--estimator opd --kl_coef {cfg.kl_coef}", "the KL is all that it learns from: set a positive --kl_coef and no --kl_loss"),
-        (cfg.ref_model and not kl, f"--ref_model {cfg.ref_model}", "nothing reads it: set a --kl_coef"),
-        (e != "gae" and (cfg.critic_model or cfg.critic_warmup_steps), "--critic_model, --critic_warmup_steps", f"--estimator {e} has no critic: use gae"),
-        (cfg.lora_rank < 0, f"--lora_rank {cfg.lora_rank}", "a rank is positive, and 0 trains the weights themselves"),
-        (cfg.lora_alpha < 0 or (cfg.lora_alpha and not cfg.lora_rank), f"--lora_alpha {cfg.lora_alpha} --lora_rank {cfg.lora_rank}", "a scale of adapters is positive, and needs adapters: set --lora_rank"),
-        (cfg.reward_weights and e != "gdpo", f"--reward_weights --estimator {e}", "only gdpo weighs named rewards"),
-        (any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0], f"--overlong {cfg.overlong[0]} {cfg.overlong[1]}", "give LIMIT BUFFER with 0 < BUFFER <= LIMIT"),
-    ]  # fmt: skip
-    for wrong, flags, fix in refused:
+    positive += " temperature refit_bucket_mb tokens_per_microbatch minibatches max_grad_norm ep keep kl_horizon"
+    refused = [(getattr(cfg, name) <= 0, name, "must be positive") for name in positive.split()]
+    for wrong, names, fix in refused + unfit(cfg, world) + meaningless(cfg):
         if wrong:
-            raise ValueError(f"{flags}: {fix}")
-    if loss in ("gspo", "gspo_token") and max(cfg.clip_low, cfg.clip_high) > 0.05:
-        warnings.warn(
-            f"--loss {loss} --clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: its paper clips at 3e-4 and 4e-4",
-            stacklevel=2,
-        )
+            values = [(name, getattr(cfg, name)) for name in names.split()]
+            told = [f"--{n} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for n, v in values]
+            raise ValueError(f"{' '.join(told)}: {fix}")
+    if cfg.loss in ("gspo", "gspo_token") and max(cfg.clip_low, cfg.clip_high) > 0.05:
+        clips = f"--loss {cfg.loss} --clip_low {cfg.clip_low} --clip_high {cfg.clip_high}"
+        warnings.warn(f"{clips}: its paper clips at 3e-4 and 4e-4", stacklevel=2)
+
+
+def unfit(cfg: Config, world: int) -> list[tuple]:
+    """What does not fit together: (whether it is so, the flags, what to do)."""
+    try:
+        engine_args = isinstance(json.loads(cfg.engine_args), dict)
+    except ValueError:
+        engine_args = False
+    grouped, constant = cfg.estimator in GROUP_ESTIMATORS, cfg.loss_agg == "constant"
+    return [
+        (cfg.agent_cmd and not cfg.reward, "agent_cmd", "set --reward to the file that grades what it did"),
+        (cfg.samples < 2 and grouped, "samples estimator", "it compares rollouts of a group, set --samples 2 or more"),
+        (cfg.prompts % cfg.minibatches, "prompts minibatches", "the first has to be divisible by the second"),
+        (world % cfg.ep, "ep", f"does not divide the {world} ranks: start a multiple of it"),
+        (cfg.max_context > cfg.tokens_per_microbatch, "tokens_per_microbatch max_context", "raise the first"),
+        (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
+        (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
+        (cfg.is_band[0] > cfg.is_band[1], "is_band", "LO is above HI"),
+        (constant != (cfg.loss_length > 0), "loss_agg loss_length", "constant needs a length, the others none"),
+        (any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0], "overlong", "0 < BUFFER <= LIMIT, or 0 0"),
+        (min(cfg.lora_rank, cfg.lora_alpha) < 0, "lora_rank lora_alpha", "are positive, or 0"),
+        (cfg.lora_alpha and not cfg.lora_rank, "lora_alpha lora_rank", "set --lora_rank as well"),
+        (cfg.resume and not cfg.out, "resume", "needs --out, the folder of the run to go on with"),
+        (not engine_args, "engine_args", "is not a JSON object, as in '{\"block_size\": 32}'"),
+    ]
+
+
+def meaningless(cfg: Config) -> list[tuple]:
+    """Combinations of estimator, loss and correction that mean nothing, in the same form."""
+    kind, loss, kl = cfg.estimator, cfg.loss, cfg.kl_coef != 0
+    gated, corrected, sequences = cfg.is_level in ("seq", "geo"), cfg.is_level != "off", loss in SEQUENCE_LOSSES
+    clipped, rewarded = loss in ("ppo", "gspo", "gspo_token"), kl and not cfg.kl_loss
+    critic = cfg.critic_model or cfg.critic_warmup_steps or cfg.bootstrap_truncated
+    plain = loss == "pg" and not kl and not corrected and cfg.epochs == 1
+    return [
+        (gated and cfg.is_mode != "mask", "is_level is_mode", "a gate over whole sequences: set --is_mode mask"),
+        (cfg.dual_clip and not clipped, "dual_clip loss", "that loss has no clip to bound: use ppo"),
+        (sequences and cfg.is_level == "token", "is_level loss", "one ratio per sequence: set --is_level seq or geo"),
+        (sequences and cfg.loss_agg != "seq_mean", "loss loss_agg", "a mean over sequences: set --loss_agg seq_mean"),
+        (loss == "dppo" and corrected, "loss is_level", "its ratio is the one to the engine: drop --is_level"),
+        (cfg.old == "behaviour" and corrected, "old is_level", "the ratio then is the correction: drop one"),
+        (rewarded and kind in GROUP_ESTIMATORS, "kl_coef estimator", "it takes no KL as a reward: add --kl_loss"),
+        (cfg.kl_loss and cfg.kl_type == "k1", "kl_loss kl_type", "the expected gradient of k1 is zero: use k2 or k3"),
+        (cfg.kl_loss and not kl, "kl_loss", "it needs a --kl_coef"),
+        (cfg.kl_target and not kl, "kl_target", "it needs a --kl_coef to start from"),
+        (kind == "opd" and not cfg.ref_model, "estimator", "it needs a teacher: set --ref_model"),
+        (kind == "opd" and not rewarded, "estimator kl_coef", "it learns from the KL alone: set it, no --kl_loss"),
+        (kind == "sft" and not plain, "estimator", "its loss is -log pi: no KL, no correction, one epoch"),
+        (cfg.ref_model and not kl, "ref_model", "nothing reads it: set a --kl_coef"),
+        (kind != "gae" and critic, "estimator critic_model critic_warmup_steps", "it has no critic: use gae"),
+        (cfg.reward_weights and kind != "gdpo", "reward_weights estimator", "only gdpo weighs named rewards"),
+    ]
 
 
 def check_inputs(cfg: Config) -> list[dict]:
@@ -480,15 +470,9 @@ def build_model(cfg: Config, device: str, path: str = ""):
             aux_loss_coeff=0.0, enable_routing_replay=True
         )  # else a rank-local balance gradient
         if device == "cpu":
-            extra["backend"] = BackendConfig(
-                attn="sdpa",
-                linear="torch",
-                rms_norm="torch_fp32",
-                experts="torch",
-                dispatcher="torch",
-                rope_fusion=False,
-                gate_precision="float32",
-            )
+            parts = dict.fromkeys(("linear", "experts", "dispatcher"), "torch")
+            exact = dict(attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32")
+            extra["backend"] = BackendConfig(**parts, **exact)
     with cuda_means_cpu(device):
         model = NeMoAutoModelForCausalLM.from_pretrained(
             path or cfg.model,
@@ -1320,10 +1304,7 @@ def run_sft(cfg: Config, rows: list[dict] | None) -> None:
         for micro in (m for part in parts for m in part):
             check_identity(micro, segments)
             micro.advantages, micro.weights = micro.mask.float(), micro.mask.float()  # loss = -log pi
-        lr, taken = (
-            policy.scheduler.get_last_lr()[0],
-            learn(cfg, policy, batch, parts, policy_objective, meter),
-        )
+        lr, taken = (policy.scheduler.get_last_lr()[0], learn(cfg, policy, batch, parts, policy_objective, meter))
         policy.scheduler.step()
         learnt = meter.reduce(control)
         check_mass(learnt)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = ["agent", "server", "rollout", "replay", "estimator", "loss", "refit", "train"]
 BEGIN, END = "<!-- every flag: python tests/flags.py -->", "<!-- end of every flag -->"
 # they read a flag to check it or to make it whole, and are named only where nobody else reads it
-CHECKS = re.compile(r"train:(parse|validate|validate_algorithm|check_inputs|Config.__post_init__)$")
+CHECKS = re.compile(r"train:(parse|validate|unfit|meaningless|check_inputs|Config.__post_init__)$")
 SETS = re.compile(r"(Config|SimpleNamespace|replace|dict|config|pool|episode|check|update|Client|serving)$")
 
 HAND = {
@@ -98,6 +98,10 @@ HAND = {
     "warmup": ("the factor of both learning rates", "optim/lr"),
     "weight_decay": ("parameters, in AdamW", "-"),
     "betas": ("AdamW's moments of each parameter", "-"),
+    "optimizer": ("the optimizer's step of the layers' matrices [out, in]", "optim/grad_norm", "muon_has"),
+    "lora_rank": ("`lora_A` [rank, in], `lora_B` [out, rank] of each projection", "optim/grad_norm"),
+    "lora_alpha": ("the scale of `lora_B @ lora_A`", "optim/grad_norm"),
+    "checkpoint_activations": ("activations [B, T, H] of each layer, computed again in backward", "memory/peak_gb"),
     "max_grad_norm": ("gradients of all parameters", "optim/grad_norm, optim/skipped"),
     "dtype": ("weights of forward, engine and refit", "gap/on_version_max", "in_the_dtype_of_the_refit"),
     "ep": ("the device mesh of the experts' weights", "loss/mass", "two_ranks_give_the_loss"),
