@@ -1286,6 +1286,7 @@ def run_sft(cfg: Config, rows: list[dict] | None) -> None:
     if cfg.resume:
         load_checkpoint(cfg, {"policy": policy})
     where, console, clock = newest(cfg), Console(quiet=rank > 0), Clock()
+    wait = asyncio.new_event_loop().run_until_complete  # one loop for all: asyncio.run costs more than a demonstration
     log = Log(cfg, console, where["step"]) if rank == 0 else None
     for step in range(where["step"], cfg.steps):
         passes = range(step * cfg.prompts, (step + 1) * cfg.prompts)  # places in an endless, seeded order
@@ -1293,16 +1294,17 @@ def run_sft(cfg: Config, rows: list[dict] | None) -> None:
             console.print("the data has ended")
             break
         picked = [rows[order(cfg, len(rows), at)] for at in passes]
-        told = [asyncio.run(demonstrate(chat, r, cfg.prompt_key, cfg.label_key, cfg.max_context)) for r in picked]
+        told = [wait(demonstrate(chat, r, cfg.prompt_key, cfg.label_key, cfg.max_context)) for r in picked]
         owned = [(i, segment) for i, segments in enumerate(told) for segment in segments]
         batch = {"rollouts": [{"group": i, "result": Result()} for i in range(len(told))]}
         batch["rows"] = [{"rollout": i, "tokens": len(s), "trained": int(s.mask.sum())} for i, s in owned]
         deal(cfg, batch, world)
         segments, owners = [s for _, s in owned], [i for i, _ in owned]
-        parts = [[pack(segments, micro, owners).to(device) for micro in p[rank]] for p in batch["plan"]]
+        parts = [[pack(segments, micro, owners) for micro in p[rank]] for p in batch["plan"]]
         meter = Meter()
         for micro in (m for part in parts for m in part):
-            check_identity(micro, segments)
+            check_identity(micro, segments)  # on the CPU
+            micro.to(device)
             micro.advantages, micro.weights = micro.mask.float(), micro.mask.float()  # loss = -log pi
         lr, taken = (policy.scheduler.get_last_lr()[0], learn(cfg, policy, batch, parts, policy_objective, meter))
         policy.scheduler.step()
