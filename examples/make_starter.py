@@ -1,9 +1,10 @@
 """Make the starter: a tiny policy that plays agent.py's calculator game badly, and the data to make it play well.
 
-Trains a byte-level BPE tokenizer and a Qwen3 of 0.3 M parameters on demonstrations of mixed quality, and writes both with
-train.jsonl and heldout.jsonl to examples/starter/. The policy copies numbers well, but gives up, or forgets to end a tag: what to do
-is left to RL. Held-out problems are made of numbers that no demonstration has as an operand. Words before a tag are encoded in
-pieces, cut at random places (a kin of BPE dropout, arXiv 1910.13267). Ten minutes on two CPU cores:
+Learns a byte-level BPE tokenizer, has train.py --estimator sft fit a random Qwen3 of 0.3 M parameters to demonstrations
+of mixed quality, and writes both, train.jsonl and heldout.jsonl to examples/starter/. The policy copies numbers well,
+but gives up, or forgets to end a tag: what to do is left to RL. Held-out problems are made of numbers that no
+demonstration has as an operand. Words before a tag are cut at random places and encoded in pieces (a kin of BPE dropout,
+arXiv 1910.13267). Ten minutes on two CPU cores:
 
     python examples/make_starter.py
 """
@@ -13,10 +14,12 @@ import collections
 import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
+import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -29,6 +32,7 @@ CHAT = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content +
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 HELDOUT = sorted(random.Random(0).sample(range(10, 100), 20))  # the operands of held-out problems
 POOL = [n for n in range(1, 100) if n not in HELDOUT]
+BATCH = 32  # demonstrations a step
 CUT = 0.2  # chance that the words before a tag are cut before a character when they are encoded
 # What the demonstrator does while operations are left, and once the result is there. Every number that it writes follows from the
 # game so far: a random one would teach to copy badly. Giving up is likeliest, so that greedy decoding starts low too.
@@ -90,53 +94,49 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT, **names)
 
 
-def train(model, tok, games: list, steps: int = 5000, lr: float = 3e-3) -> None:
-    """Fit the replies of the games, 32 a batch: at first of their clean half, at last of their mixed one."""
-    rng, optimizer = random.Random(2), torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
+def in_pieces(rng: random.Random, reply: str) -> list[dict]:
+    """A reply as text parts, which train.py encodes one by one: the words before its tag are cut at random places."""
+    words, tag, rest = reply.partition("<")
+    pieces = "".join("\0" + c if rng.random() < CUT else c for c in words).split("\0")
+    pieces[-1] += tag + rest
+    return [{"type": "text", "text": piece} for piece in pieces]
 
-    def encode(text: str, cut: float = 0.0) -> list[int]:
-        words, tag, rest = text.partition("<")
-        pieces = "".join("\0" + c if rng.random() < cut else c for c in words).split("\0")
-        pieces[-1] += tag + rest
-        return [i for piece in pieces for i in tok.backend_tokenizer.encode(piece).ids]
 
+def curriculum(games: list, steps: int):
+    """Yield rows of chat messages, BATCH a step: at first of the games' clean half, at last of their mixed one."""
+    rng, half = random.Random(2), len(games) // 2
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1, step / 30, 1.01 - step / steps)
-        rows, half, mixed = [], len(games) // 2, 3 * step / steps - 1.5  # mixed: chance of a game of mixed quality
-        for row, turns in (games[rng.randrange(half) + half * (rng.random() < mixed)] for _ in range(32)):
-            ids = encode(f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n")
-            labels = [-100] * len(ids)
+        mixed = 3 * step / steps - 1.5  # chance of a game of mixed quality
+        for _ in range(BATCH):
+            row, turns = games[rng.randrange(half) + half * (rng.random() < mixed)]
+            messages, asked = [], row["prompt"]
             for reply, observation in turns:
-                said = encode(reply, CUT) + [tok.eos_token_id]
-                tail = encode(f"\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n")
-                ids, labels = ids + said + tail, labels + said + [-100] * len(tail)
-            rows.append((ids, labels))
-        ids = tok.pad({"input_ids": [ids for ids, _ in rows]}, return_tensors="pt").input_ids  # [32, T]
-        labels = torch.tensor([labels + [-100] * (ids.shape[1] - len(labels)) for _, labels in rows])  # [32, T]
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0:
-            print(f"step {step:4d} loss {loss.item():.3f}", flush=True)
+                messages.append({"role": "user", "content": [{"type": "text", "text": asked}]})
+                messages.append({"role": "assistant", "content": in_pieces(rng, reply)})
+                asked = observation
+            yield {"prompt": messages}
 
 
-def main(out: Path = ROOT / "examples" / "starter") -> None:
+def main(out: Path = ROOT / "examples/starter", work: Path = ROOT / "out/starter", steps: int = 5000) -> None:
+    """Write the starter into `out`, with the run of train.py that makes it in `work`, which must hold none."""
     torch.manual_seed(0)
     games = demonstrations(15000, clean=True) + demonstrations(15000)
     tok = make_tokenizer([r["prompt"] + " " + reply for r, turns in games[-3000:] for reply, _ in turns])
-    shape = dict(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
-    )
+    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=4)
+    shape |= dict(head_dim=32, num_attention_heads=4, num_key_value_heads=2)
     ids = dict(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id, bos_token_id=None)
     rope = {"rope_type": "default", "rope_theta": 100.0}  # a rollout has at most 256 tokens
     more = dict(max_position_embeddings=1024, rope_parameters=rope, tie_word_embeddings=True, initializer_range=0.1)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tok), head_dim=32, **shape, **ids, **more))
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tok), **shape, **ids, **more))
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
-    train(model, tok, games)
-    model.save_pretrained(out)
-    tok.save_pretrained(out)
+    for part in (model, tok):
+        part.save_pretrained(work / "random")
+    (work / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curriculum(games, steps)))
+    flags = f"--model random --data demonstrations.jsonl --no_shuffle --out run --steps {steps} --prompts {BATCH}"
+    flags += " --minibatches 1 --lr 3e-3 --schedule linear --warmup 30 --weight_decay 0.1 --betas 0.9 0.98"
+    subprocess.run([sys.executable, ROOT / "train.py", "--estimator", "sft", *flags.split()], cwd=work, check=True)
+    for part in (Qwen3ForCausalLM.from_pretrained(work / "run/model"), tok):  # one file, however the export is cut
+        part.save_pretrained(out)
     for name, pool, n in (("train", POOL, 4000), ("heldout", HELDOUT, 200)):
         rng, rows = random.Random(3), {}
         while len(rows) < n:
@@ -146,4 +146,4 @@ def main(out: Path = ROOT / "examples" / "starter") -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -1,9 +1,11 @@
-"""examples/starter: its size, its tokenizer, its data, and how badly it plays."""
+"""examples/starter: its size, its tokenizer, its data, how badly it plays, and the demonstrations behind it."""
 
+import asyncio
 import json
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, "examples")
 import make_starter
 from solve import play, rows_of
+
+from rollout import demonstrate, load_rows, order
+from server import Chat
 
 STARTER = "examples/starter"
 
@@ -69,3 +74,59 @@ def test_held_out_problems_need_two_turns_and_numbers_that_no_demonstration_has(
         said = row["prompt"] + "".join(reply for reply, _ in turns if "<calc>" in reply)
         assert not operands & {int(n) for n in re.findall(r"\d+", said)}
     assert not {row["prompt"] for row in held} & {row["prompt"] for row in rows("train")}
+
+
+def words(message):
+    return "".join(part["text"] for part in message["content"])
+
+
+def test_the_file_of_demonstrations_trains_the_ids_of_each_piece_of_a_reply_and_its_end(tmp_path):
+    """Through the file, its loader and the template, against ids that are put together here from ChatML's own text."""
+    games = make_starter.demonstrations(300, clean=True) + make_starter.demonstrations(300)
+    written = list(make_starter.curriculum(games, steps=6))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    tokenizer = AutoTokenizer.from_pretrained(STARTER)
+    chat, other = Chat(tokenizer), 0
+
+    def encode(text):
+        return tokenizer.backend_tokenizer.encode(text).ids
+
+    loaded = load_rows(str(tmp_path / "rows.jsonl"), "prompt")
+    assert loaded == written
+    for row in loaded:
+        ids, trained = [], []
+        for asked, said in zip(row["prompt"][::2], row["prompt"][1::2], strict=True):
+            assert (asked["role"], said["role"]) == ("user", "assistant")
+            end = "\n" if ids else ""  # of the reply before
+            context = encode(f"{end}<|im_start|>user\n{words(asked)}<|im_end|>\n<|im_start|>assistant\n")
+            reply = [i for part in said["content"] for i in encode(part["text"])] + [tokenizer.eos_token_id]
+            ids, trained = ids + context + reply, trained + [False] * len(context) + [True] * len(reply)
+            other += reply[:-1] != encode(words(said))
+        (segment,) = asyncio.run(demonstrate(chat, row, "prompt", "label", 256))
+        assert segment.tokens.tolist() == ids and segment.mask.tolist() == trained
+    assert other > 50  # replies whose text encodes to other ids
+
+
+def test_the_words_before_a_tag_are_cut_at_a_fifth_of_their_characters():
+    rng, cuts, places = make_starter.random.Random(0), 0, 0
+    for text in 200 * ["First <calc>1+2</calc>", "<answer>3</answer>", "I give up <answer>0"]:
+        pieces = [part["text"] for part in make_starter.in_pieces(rng, text)]
+        assert "".join(pieces) == text and "<" not in "".join(pieces[:-1])
+        cuts, places = cuts + len(pieces) - 1, places + text.index("<")
+    assert 0.17 <= cuts / places <= 0.23
+
+
+def test_the_demonstrations_are_clean_at_first_and_mixed_at_last_and_seen_in_the_order_of_the_file():
+    clean, mixed = make_starter.demonstrations(300, clean=True), make_starter.demonstrations(300)
+
+    def said(turns):
+        return tuple(reply for reply, _ in turns)
+
+    shown = [tuple(map(words, r["prompt"][1::2])) for r in make_starter.curriculum(clean + mixed, steps=12)]
+    good, bad = {said(turns) for _, turns in clean}, {said(turns) for _, turns in mixed}
+    assert len(shown) == 12 * make_starter.BATCH
+    assert set(shown[: 7 * make_starter.BATCH]) <= good  # step 6 is the first with a chance, of 0
+    share = sum(replies not in good for replies in shown[-2 * make_starter.BATCH :]) / (2 * make_starter.BATCH)
+    assert set(shown[-2 * make_starter.BATCH :]) <= bad and share >= 0.4
+    as_written = SimpleNamespace(shuffle=False, seed=0)
+    assert [order(as_written, len(shown), at) for at in range(len(shown))] == list(range(len(shown)))
