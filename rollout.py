@@ -651,7 +651,7 @@ def spoken(chat: Chat, messages: list[dict], tools: list[dict]) -> str:
 
 async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, max_context: int) -> list[Segment]:
     """Training rows of one demonstration, as if the policy had sampled what the assistant says in it: the text that the chat
-    template gives each of its turns, and the token that ends a turn. A content of several text parts is encoded part by part.
+    template gives each of its turns, and the token that ends a turn. Several text parts alone are encoded one by one.
 
     row: chat messages under `prompt_key`; where they end with the user, the label is the reply. A template that rewrites the
     past begins a new row, as in a rollout; whole replies beyond max_context are cut off. Raises ValueError without a reply.
@@ -664,8 +664,9 @@ async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, ma
     now = None  # the assistant's turn at hand, as a message and in canonical form
 
     async def generate(ids, *_):
-        parts = now[0]["content"] if isinstance(now[0].get("content"), list) else None
-        texts = [chat.plain(p["text"]) for p in parts] if parts else [spoken(chat, *told)]
+        parts, more = now[0].get("content"), now[1].calls or now[1].reasoning  # which only the template can write
+        several = isinstance(parts, list) and len(parts) > 1 and not more
+        texts = [chat.plain(p["text"]) for p in parts] if several else [spoken(chat, *told)]
         tokens = np.asarray([i for text in texts for i in chat.encode(text)] + ends[bool(now[1].calls)], np.int32)
         logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
         return Reply(tokens, logprobs, versions, digest(np.asarray(ids), tokens, logprobs, versions), "stop")
