@@ -450,6 +450,7 @@ def build_model(cfg: Config, device: str, path: str = ""):
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from nemo_automodel.components.models.common.utils import BackendConfig
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig
 
@@ -483,10 +484,11 @@ def build_model(cfg: Config, device: str, path: str = ""):
             **extra,
         )
     if world == 1 and bf16:  # AutoModel shards nothing on one rank, and so would cast nothing
-        layers = model.model.layers
+        model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
+        mesh, layers = init_device_mesh(device, (1,), mesh_dim_names=("dp",)), model.model.layers  # export needs a name
         for layer in layers.values() if hasattr(layers, "values") else layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     return model, setup.mesh_context
 
 

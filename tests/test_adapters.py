@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_replay import segment
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import train
+from refit import hf_tensors
 from replay import pack
 from train import Config, build_optimizer, build_policy
 
@@ -52,7 +54,9 @@ def moved(policy, seed=0):
     generator = torch.Generator().manual_seed(seed)
     learning = {n: p for n, p in policy.replay.model.named_parameters() if p.requires_grad}
     for p in learning.values():
-        p.grad = torch.randn(p.shape, generator=generator)
+        grad = torch.randn(p.shape, generator=generator)
+        sharded = isinstance(p, DTensor)  # one rank shards too in bfloat16
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if sharded else grad
     policy.optimizer.step()
     policy.optimizer.zero_grad()
     policy.scheduler.step()
@@ -169,3 +173,15 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(tiny):
                 o.step()
     for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters()):
         assert torch.equal(p, q), name
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("model,rank", [("dense", 4), ("moe", 0), ("moe", 4)])
+def test_one_rank_in_bfloat16_exports_what_it_sends(tiny, process_group, tmp_path, model, rank):
+    cfg = Config(model=f"{tiny}/{model}", dtype="bfloat16", out=str(tmp_path), lora_rank=rank)
+    policy = build_policy(cfg, "cpu")
+    assert {p.dtype for p in policy.replay.model.parameters()} == {torch.float32}
+    moved(policy)
+    sent = dict(hf_tensors(policy.replay.model, torch.bfloat16))
+    got = load_file(train.export(cfg, policy.replay.model) / "model-00001-of-00001.safetensors")
+    assert got.keys() == sent.keys() and all(torch.equal(got[n].bfloat16(), sent[n]) for n in sent)
