@@ -1005,7 +1005,7 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, me
                     (loss * world).backward()  # FSDP averages over ranks
                 meter.add(metrics | {f"loss/{name or 'policy'}".rstrip("_"): (loss.detach(), 0)})
                 meter.add({f"loss/{name}mass": ((row_counts(cfg, micro) * each).sum() / float(total), 0)})
-            meter.add({f"loss/{name}mass": (0.0, 1 / world)})
+            meter.add(dict.fromkeys((f"loss/{name}mass", f"loss/{name or 'policy'}".rstrip("_")), (0.0, 1 / world)))
             norm = clip_gradients(cfg, replay, learner.mesh)
             finite = math.isfinite(norm)
             if finite:
