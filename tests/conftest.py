@@ -8,6 +8,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis  # noqa: F401  now: after a RecursionError, as of nested JSON, Python 3.11 cannot parse a module
 import pytest
 import ray
 
