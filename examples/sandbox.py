@@ -2,7 +2,7 @@
 
     $ python examples/sandbox.py 'ls -l; python3 -c "print(6*7)"' some/folder
 
-The folder is /work in there, the only place that is kept; beside it are the system's /usr, /bin, /lib and /etc and this
+The folder is /box in there, the only place that is kept; beside it are the system's /usr, /bin, /lib and /etc and this
 Python, read-only, and an empty /tmp. There is no network, not even loopback, no environment, and no other process;
 whatever the command starts ends with it. LIMITS are on wall time and output, and on each process.
 
@@ -97,12 +97,12 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
     folders = [path for path in read if os.path.exists(path) and not os.path.islink(path)]
     links = {path: os.readlink(path) for path in read if os.path.islink(path)}  # /bin -> usr/bin
     links |= {"/dev/fd": "/proc/self/fd", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2", "/dev/shm": "/tmp"}
-    binds = {path: path for path in folders + DEVICES} | {folder: "/work"}
+    binds = {path: path for path in folders + DEVICES} | {folder: "/box"}
     opened = {path: os.open(path, os.O_PATH) for path in binds}  # the new root may cover them
     call("mount", "tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     os.mkdir(root + "/tmp")
     call("mount", "tmpfs", root + "/tmp", "tmpfs", MS_NOSUID, f"size={limits['tmp']},mode=1777")
-    for path in ["/work", "/dev", "/proc", *folders]:
+    for path in ["/box", "/dev", "/proc", *folders]:
         os.makedirs(root + path, exist_ok=True)
     for path in DEVICES:
         os.close(os.open(root + path, os.O_CREAT))
@@ -112,13 +112,13 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
         call("mount", f"/proc/self/fd/{opened[path]}", root + target, 0, MS_BIND | MS_REC, 0)
     with contextlib.suppress(OSError):  # a container may forbid it; then there is no /proc
         call("mount", "proc", root + "/proc", "proc", MS_NOSUID, 0)
-    for path, flags, change in ("", AT_RECURSIVE, (RDONLY, 0)), ("/work", 0, (0, RDONLY)), ("/tmp", 0, (0, RDONLY)):
+    for path, flags, change in ("", AT_RECURSIVE, (RDONLY, 0)), ("/box", 0, (0, RDONLY)), ("/tmp", 0, (0, RDONLY)):
         call("syscall", MOUNT_SETATTR, -100, root + path, flags, struct.pack("4Q", *change, 0, 0), 32)
     os.chdir(root)
     call("pivot_root", ".", ".")
     call("umount2", ".", MNT_DETACH)
-    os.chdir("/work")
-    for base, _, names in os.walk("/work") if user else ():
+    os.chdir("/box")
+    for base, _, names in os.walk("/box") if user else ():
         for path in [base, *(os.path.join(base, name) for name in names)]:
             os.lchown(path, user, user)
     os.fchown(1, user, user)  # /dev/stdout can be opened anew

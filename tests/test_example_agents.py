@@ -71,7 +71,7 @@ def test_mini_swe_agent_mends_a_repository_in_the_sandbox(chat, tmp_path, namesp
     assert result["reward"] == result["rewards"]["solved"] == float(right)
     assert result["info"] == {"steps": 3, "submitted": True}
     read = chat.tokenizer.decode(forest.segments(Result(), 0, 0)[0].tokens)
-    assert "/work" in read and "AssertionError" in read and "ok\\npassed" in read and "OPENAI_API_KEY" not in read
+    assert "/box" in read and "AssertionError" in read and "ok\\npassed" in read and "OPENAI_API_KEY" not in read
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -179,7 +179,7 @@ def test_a_repository_is_graded_by_hidden_calls_whose_answers_it_never_meets(nam
         "def to_roman(n): return float('nan')",
         "print('[' * 100000)\nimport os, sys\nsys.stdout.flush()\nos._exit(0)",
         "import sys\nsys.stdout.write('1' * (1 << 22))",
-        "import os\nos.system('rm -rf /work/* /tmp/* &')",
+        "import os\nos.system('rm -rf ./* &')",
     ):
         solution.write_text(cheat)
         assert solved("", label, "", str(tmp_path)) == 0.0, cheat

@@ -59,7 +59,7 @@ def alive(mark: str) -> list[str]:
 
 def test_a_command_works_in_its_folder_and_says_how_it_ended(run):
     (run.folder / "in.txt").write_text("41")
-    assert run("pwd; expr $(cat in.txt) + 1 > out.txt; echo no >&2; exit 3") == (3, "/work\nno\n")
+    assert run("pwd; expr $(cat in.txt) + 1 > out.txt; echo no >&2; exit 3") == (3, "/box\nno\n")
     assert (run.folder / "out.txt").read_text() == "42\n"
     assert run("cat out.txt; echo more > out.txt; echo to > /dev/stderr; kill -9 $$") == (137, "42\nto\n")
     assert run(python("print(6*7)") + " | cat <(cat) && rm out.txt && mkdir a && touch a/b") == (0, "42\n")
@@ -118,9 +118,9 @@ def test_files_outside_of_the_folder_are_neither_written_nor_read(run):
     (run.folder / "link").symlink_to(secret)
     mark = f"planted-{os.getpid()}"
     outside = [f"{path}/{mark}" for path in ("/usr", "/etc", "", "/dev", sys.base_prefix)]
-    hidden = (secret, __file__, "/root/.ssh", "/home", "/sys/kernel", "/proc/1/root/etc", "/work/../../../home")
+    hidden = (secret, __file__, "/root/.ssh", "/home", "/sys/kernel", "/proc/1/root/etc", "/box/../../../home")
     forbidden = [f"ls {path}" for path in hidden] + [f"echo x > {path}" for path in (*outside, secret, "link")]
-    forbidden += ["mount -o remount,rw /usr", "umount /work", "mount -t tmpfs x /work", "chroot / true", "cat link"]
+    forbidden += ["mount -o remount,rw /usr", "umount /box", "mount -t tmpfs x /box", "chroot / true", "cat link"]
     forbidden += [f"unshare --user --map-root-user --mount sh -c 'mount -o remount,rw,bind /usr && touch {outside[0]}'"]
     try:
         assert run("; ".join(f"({command}) 2>/dev/null && echo {i}" for i, command in enumerate(forbidden))) == (1, "")
@@ -188,5 +188,5 @@ def test_an_ordinary_user_has_it_too(tmp_path):
     )  # fmt: skip
     if "the kernel allows neither" in done.stderr:
         pytest.skip("the kernel allows no user namespaces")
-    assert done.stdout.startswith("/work\n") and "Read-only file system" in done.stdout, done.stderr
+    assert done.stdout.startswith("/box\n") and "Read-only file system" in done.stdout, done.stderr
     assert "Permission denied" in done.stdout and (folder / "made").stat().st_uid == 65534
