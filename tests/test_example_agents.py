@@ -14,9 +14,9 @@ import pytest
 from test_clients import CLIENTS, HERE, LIMIT, OPENAI, call, drive, proxy
 from test_forest import chat  # noqa: F401
 from test_http import serving, texts
+from test_rewards import namespaces  # noqa: F401
 
 sys.path.insert(0, str(HERE.parent / "examples"))
-import sandbox
 import toy_repos
 
 from agent import Result, Task, load_agent
@@ -24,14 +24,6 @@ from agent import Result, Task, load_agent
 pytestmark = pytest.mark.clients
 
 EXAMPLES = HERE.parent / "examples"
-
-
-@pytest.fixture
-def namespaces():
-    try:
-        sandbox.unshare()
-    except RuntimeError as e:
-        pytest.skip(str(e))
 
 
 def rollout(chat, folder, name: str, row: dict, say: list, **more):  # noqa: F811

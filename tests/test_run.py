@@ -113,31 +113,28 @@ def test_a_command_line_is_an_agent(tmp_path):
     assert [r["rollouts/finished"] for r in rows] == [16, 16] and sum(r["reward/mean"] for r in rows) > 0
 
 
+def climbs(out, *flags, timeout=600):
+    """Run train.py with these flags; from at most 0.4 the reward has to reach 0.9, the mean of the last three batches."""
+    code, text = finish(start(*flags, "--show_every", 0, "--out", out), timeout=timeout)
+    assert code == 0, text[-3000:]
+    rows = metrics(out)
+    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
+    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
+    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+    return rows
+
+
 @pytest.mark.slow
 def test_a_command_line_climbs_to_nine_tenths(tmp_path):
     """Some 3,000 processes of about a second of CPU each."""
     command = f"{sys.executable} {os.path.abspath('tests/talk.py')} {{prompt}}"
-    flags = ["--agent_cmd", command, "--reward", "tests/grade.py", "--steps", 24, "--epochs", 2, "--show_every", 0]
-    code, text = finish(start(*flags, "--out", tmp_path / "run"), timeout=3600)
-    assert code == 0, text[-3000:]
-    rows = metrics(tmp_path / "run")
-    check_server_rows(rows)
-    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
-    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
-    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+    flags = ["--agent_cmd", command, "--reward", "tests/grade.py", "--steps", 24, "--epochs", 2]
+    check_server_rows(climbs(tmp_path / "run", *flags, timeout=3600))
 
 
 @pytest.mark.slow
 def test_a_chat_agent_with_streamed_replies_climbs_to_nine_tenths(tmp_path):
-    code, text = finish(
-        start("--agent", "tests/chat_agent.py", "--show_every", 0, "--out", tmp_path / "run"), timeout=600
-    )
-    assert code == 0, text[-3000:]
-    rows = metrics(tmp_path / "run")
-    check_server_rows(rows)
-    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
-    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
-    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+    check_server_rows(climbs(tmp_path / "run", "--agent", "tests/chat_agent.py"))
 
 
 def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_run(tmp_path, trained):
@@ -192,12 +189,7 @@ def test_a_critic_learns_and_its_warm_up_leaves_the_policy_and_the_version_alone
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ppo_with_a_critic_climbs_to_nine_tenths(tmp_path, seed):
-    code, text = finish(start("--estimator", "gae", "--seed", seed, "--show_every", 0, "--out", tmp_path / "run"), 600)
-    assert code == 0, text[-3000:]
-    rows = metrics(tmp_path / "run")
-    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
-    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}")
-    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+    climbs(tmp_path / "run", "--estimator", "gae", "--seed", seed)
 
 
 @pytest.mark.slow
