@@ -175,6 +175,18 @@ def value_targets(batch: Batch, cfg) -> torch.Tensor:
     return (gae_advantages(batch, cfg) + values).to(batch.dtype)
 
 
+def explained_variance(batch: Batch, targets: torch.Tensor) -> float:
+    """1 - var(target - value) / var(target) over the action tokens of all ranks: 1 for a perfect critic, 0 for a constant.
+
+    targets: [B, T]. 0 where all targets are equal: there is nothing to explain.
+    """
+    x = torch.stack([targets.double(), targets.double() - batch.values.double()])  # [2, B, T]
+    x = x.masked_fill(~batch.mask, 0.0).flatten(1)  # [2, B·T]
+    moments = batch.all_sum(torch.stack([x.sum(1), x.square().sum(1), batch.mask.sum().double().expand(2)]))  # [3, 2]
+    total, missed = (moments[1] / moments[2] - (moments[0] / moments[2]).square()).tolist()
+    return 1 - missed / total if total > 1e-12 else 0.0
+
+
 # ---- estimators
 
 

@@ -49,7 +49,16 @@ from rich.table import Table
 from rich.text import Text
 
 from agent import InvariantError, Result, Segment, Trace, load_agent
-from estimator import ESTIMATORS, GROUP_ESTIMATORS, Batch, clip_rewards, lengths, overlong, value_targets
+from estimator import (
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    Batch,
+    clip_rewards,
+    explained_variance,
+    lengths,
+    overlong,
+    value_targets,
+)
 from loss import (
     CLIPS,
     LOSSES,
@@ -923,9 +932,10 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
         cfg = dataclasses.replace(cfg, kl_coef=0.0)
     advantages, metrics = ESTIMATORS[cfg.estimator](rollouts, cfg)
     meter.add(metrics)
-    found = {"advantages": advantages} | (
-        {"targets": value_targets(rollouts, cfg)} if rollouts.values is not None else {}
-    )
+    found = {"advantages": advantages}
+    if rollouts.values is not None:
+        found["targets"] = value_targets(rollouts, cfg)
+        meter.add({"value/explained_variance": explained_variance(rollouts, found["targets"])})
     for name, whole in found.items():
         for micro, rows in zip(micros, whole.split([len(m.mask) for m in micros])):
             setattr(micro, name, rows[:, : micro.mask.shape[1]].to(micro.mask.device))

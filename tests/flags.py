@@ -86,7 +86,7 @@ HAND = {
     "loss_length": ("the denominator", "loss/policy", "the_denominator_of_a_step"),
     "refit_bucket_mb": ("a bucket, uint8 [n]", "refit/seconds, refit/gb_per_s", "buckets_keep_the_order"),
     "ref_model": ("`ref_logprobs` [B, T]", "kl/ref"),
-    "critic_model": ("`values` [B, T]", "value/error", "the_critic_learns_at_its_own_rate"),
+    "critic_model": ("`values` [B, T]", "value/explained_variance", "the_critic_learns_at_its_own_rate"),
     "critic_lr": ("the critic's AdamW", "value/error"),
     "critic_warmup_steps": ("first steps without an update of the policy", "version"),
     "old": ("the ratio's old log-probs [B, T]", "loss/ratio_max", "old_log_probs_are_the_trainer"),

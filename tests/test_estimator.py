@@ -17,6 +17,7 @@ from estimator import (
     Batch,
     centre,
     clip_rewards,
+    explained_variance,
     finish,
     group_sum,
     keeps,
@@ -420,6 +421,19 @@ def targets_agree(targets, cases=CASES, configs=CONFIGS):
 
 def test_value_targets_are_their_formula():
     assert targets_agree(value_targets)
+
+
+def test_explained_variance_is_its_formula_over_all_ranks_and_off_the_mask_nothing_counts():
+    generator = torch.Generator().manual_seed(0)
+    values, targets = torch.randn(2, 4, 6, generator=generator, dtype=D)
+    mask = torch.rand(4, 6, generator=generator) < 0.6
+    batch = replace(one_group([1.0, 2.0, 3.0, 4.0], mask=mask.tolist()), values=values.masked_fill(~mask, math.nan))
+    want = 1 - (targets - values)[mask].var(correction=0) / targets[mask].var(correction=0)
+    assert abs(explained_variance(batch, targets) - want) < 1e-10
+    twice = replace(batch, all_sum=lambda x: 2 * x)  # another rank with the same rows
+    assert abs(explained_variance(twice, targets) - want) < 1e-10
+    assert abs(explained_variance(replace(batch, values=targets), targets) - 1) < 1e-10
+    assert explained_variance(batch, torch.full_like(targets, 0.3)) == 0.0
 
 
 def loop_scan(x, factor):

@@ -180,10 +180,10 @@ def test_a_critic_learns_and_its_warm_up_leaves_the_policy_and_the_version_alone
     assert [r["version"] for r in rows] == [0, 0, 1, 2, 3, 4, 5, 6]
     assert all("optim/grad_norm" not in r for r in rows[:2]) and all(r["optim/critic_grad_norm"] > 0 for r in rows)
     assert all(abs(r["kl/ref"]) <= 1e-6 for r in rows[:3]) and rows[-1]["kl/ref"] > 1e-4  # the reference stays behind
-    assert (
-        rows[-1]["value/error"] < rows[0]["value/error"] + 0.1
-        and rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.1
-    )
+    # the critic starts at 0, where its error is the return itself, and comes to know it
+    assert rows[0]["value/explained_variance"] == 0 and rows[0]["value/error"] > 0.7 * rows[0]["reward/mean"]
+    assert rows[-1]["value/error"] < 0.6 * rows[-1]["reward/mean"]
+    assert sum(r["reward/mean"] for r in rows[-2:]) / 2 > sum(r["reward/mean"] for r in rows[:3]) / 3 + 0.1
 
 
 @pytest.mark.slow
