@@ -30,6 +30,10 @@ from typing import Any
 import numpy as np
 
 
+class BadInput(ValueError):
+    """A fault of the user's flags, data or agent, which the message names; the run ends with exit code 2."""
+
+
 class InvariantError(RuntimeError):
     """A property that makes an update valid does not hold: token identity, policy version, forward consistency or refit.
 

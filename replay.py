@@ -41,6 +41,12 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     targets: torch.Tensor | None = None  # of the critic
     weights: torch.Tensor | None = None  # of the correction
+    version: int = 0  # the trainer's
+
+    @property
+    def on_version(self) -> torch.Tensor:
+        """Trained tokens that the trainer's own version sampled: bool [B, T]."""
+        return self.mask & (self.versions == self.version)
 
     def to(self, device) -> "MicroBatch":
         for f in fields(self):

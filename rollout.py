@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import numpy as np
 import ray
 
-from agent import ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
+from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
@@ -496,6 +496,11 @@ class Rollouts:
         self.cfg, self.rows, self.runners, self.least, self.position = cfg, rows, runners, least, position
         self.running, self.finished, self.handed = set(), [], 0
         self.store, self.next_row = {}, 0  # row id -> row or object ref, so that a dead Runner loses nothing
+        self.chat = None  # of demonstrations, which no engine samples
+        if cfg.estimator == "sft":
+            from transformers import AutoTokenizer
+
+            self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
         self.new_batch()
 
     def new_batch(self) -> None:
@@ -516,7 +521,12 @@ class Rollouts:
             self.running.add(asyncio.create_task(self.group(*prompt)))
 
     async def group(self, group_id: int, row: dict) -> list[Rollout] | None:
-        """All rollouts of one prompt that did not fail; None when too few are left, twice."""
+        """All rollouts of one prompt that did not fail; None when too few are left, twice. Of sft: its demonstration."""
+        if self.chat:
+            found = await demonstrate(self.chat, row, self.cfg.prompt_key, self.cfg.label_key, self.cfg.max_context)
+            result = Result(truncated=not found or any(s.truncated for s in found))  # --max_context has cut replies off
+            replies, rows = sum(len(s.replies) for s in found), [self.keep(s) for s in found]
+            return [Rollout(group_id, group_id, result, replies=replies, rows=rows)]
         ids = [group_id * self.cfg.samples + i for i in range(self.cfg.samples)]
         prompt, label = row[self.cfg.prompt_key], row.get(self.cfg.label_key)
         messages = messages_of(prompt)
@@ -641,7 +651,7 @@ def spoken(chat: Chat, messages: list[dict], tools: list[dict]) -> str:
     if whole.startswith(prompt):
         return re.sub(rf"(?:{chat.special.pattern})\s*\Z", "", whole[len(prompt) :])
     if last.get("tool_calls"):
-        raise ValueError(
+        raise BadInput(
             "the chat template shows a prompt otherwise once it is answered, so tool calls cannot be demonstrated"
         )
     if prompt.rstrip().endswith("<think>"):
@@ -687,7 +697,7 @@ async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, ma
             forest.calls |= {c.id: (short(c.id), c.name) for c in said.calls}
     rows = [s.cut(max_context) for s in forest.segments(Result(), 0, 0)]
     if not forest.nodes:
-        raise ValueError(f"a demonstration without a reply of the assistant: {str(row)[:200]}")
+        raise BadInput(f"a demonstration without a reply of the assistant: {str(row)[:200]}")
     return [s for s in rows if len(s)]
 
 
@@ -700,7 +710,8 @@ def launch(cfg, rows: list[dict], position: int, least: int):
     cfg = SimpleNamespace(**vars(cfg))  # actors need the values, not the module that defines the class
     env = {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false"}
     gpus = visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
-    need = cfg.engines * cfg.engine_tp
+    playing = cfg.estimator != "sft"  # demonstrations need no engine
+    need = playing * cfg.engines * cfg.engine_tp
     shared = dict(namespace=f"instar-{os.getpid()}-{time.time_ns()}", log_to_driver=False, logging_level="error")
     if cfg.ray_address:
         ray.init(address=cfg.ray_address, runtime_env={"env_vars": env}, **shared)
@@ -724,8 +735,10 @@ def launch(cfg, rows: list[dict], position: int, least: int):
         os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
     many = dict(max_concurrency=100_000)
     place = dict(num_cpus=cfg.engine_tp) if cpu else dict(num_cpus=1, num_gpus=cfg.engine_tp)
-    engines = [ray.remote(Engine).options(**place, **many).remote(cfg, i, cpu) for i in range(cfg.engines)]
-    runners = [ray.remote(Runner).options(num_cpus=1, **many).remote(cfg, engines) for _ in range(cfg.runners)]
+    engines = [ray.remote(Engine).options(**place, **many).remote(cfg, i, cpu) for i in range(playing * cfg.engines)]
+    runners = [
+        ray.remote(Runner).options(num_cpus=1, **many).remote(cfg, engines) for _ in range(playing * cfg.runners)
+    ]
     rollouts = (
         ray.remote(Rollouts).options(name="rollouts", num_cpus=1, **many).remote(cfg, rows, runners, least, position)
     )

@@ -14,7 +14,6 @@ $ sbatch slurm/grpo.sbatch --model ...
 This file wires the other seven modules: flags, model, optimizer, the loop, checkpoints, metrics. It has no algorithm of its own.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import difflib
@@ -27,7 +26,7 @@ import shutil
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +47,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from agent import InvariantError, Result, Segment, Trace, load_agent
+from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
 from estimator import (
     ESTIMATORS,
     GROUP_ESTIMATORS,
@@ -75,7 +74,7 @@ from loss import (
 )
 from refit import Refit, merged
 from replay import Head, Replay, ValueHead, check_identity, pack, plan
-from rollout import demonstrate, launch, load_rows, order
+from rollout import launch, load_rows, messages_of
 from server import Chat
 
 # Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
@@ -386,6 +385,13 @@ def check_inputs(cfg: Config) -> list[dict]:
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
     rows = load_rows(cfg.data, cfg.prompt_key)
+    if cfg.estimator == "sft":
+        for i, row in enumerate(rows):
+            said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
+            if not said and row.get(cfg.label_key) is None:
+                raise ValueError(
+                    f"--data {cfg.data}: row {i} has no reply to learn, no assistant message and no {cfg.label_key!r}"
+                )
     for flag in ("critic_model", "ref_model", "model"):
         if not (path := getattr(cfg, flag)):
             continue
@@ -857,26 +863,35 @@ def mixed_versions(micro) -> int:
     return int(((low < high) & micro.mask.any(1)).sum())
 
 
-def observe(micro, logprobs, entropy, version: int, meter: Meter) -> None:
-    """What every forward of the policy before an update shows: gap/…, lag/… and the entropy."""
-    on, lags = micro.mask & (micro.versions == version), (version - micro.versions)[micro.mask]  # [B, T], [N]
-    meter.add(gap(logprobs, micro.behaviour_logprobs, on), "gap/on_version_")
-    meter.add(gap(logprobs, micro.behaviour_logprobs, micro.mask & ~on), "gap/off_version_")
-    meter.add({"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))})
-    meter.add({"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed_versions(micro), 0)})
+def observe(replay: Replay, micro, logprobs, entropy) -> dict:
+    """Keep the old log-probs [B, T] of a micro-batch; what the forward showed that gave them: gap/…, lag/…, experts/…, entropy."""
+    micro.old_logprobs, on = logprobs.detach(), micro.on_version  # [B, T] both
+    lags = (micro.version - micro.versions)[micro.mask]  # [N]
+    same = gap(micro.old_logprobs, micro.behaviour_logprobs, on)
+    stale = gap(micro.old_logprobs, micro.behaviour_logprobs, micro.mask & ~on)
+    return (
+        {f"gap/on_version_{k}": v for k, v in same.items()}
+        | {f"gap/off_version_{k}": v for k, v in stale.items()}
+        | {"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))}
+        | {"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed_versions(micro), 0)}
+        | replay.expert_metrics(micro)
+    )
 
 
-def score(replay: Replay, micros: list, segments: list, version: int, meter: Meter, temperature: float | None = None):
-    """Fill in the old log-probs of each micro-batch, after its identity was checked; gap/…, lag/…, tokens/… and experts/…"""
+def verify(micros: list, segments: list, version: int, device: str, meter: Meter) -> None:
+    """Check the identity of packed micro-batches, then move them to the device. version: the trainer's."""
+    for micro in micros:
+        meter.add({"tokens/digest_mismatch": (0.0, 0), "tokens/sampled": (check_identity(micro, segments), 0)})
+        micro.to(device).version = version
+
+
+def score(replay: Replay, micros: list, meter: Meter, temperature: float | None = None) -> None:
+    """Fill in the old log-probs of each micro-batch."""
     with torch.no_grad():
         for micro in micros:
-            if segments:  # the probe has no reply to check
-                meter.add({"tokens/digest_mismatch": (0.0, 0), "tokens/sampled": (check_identity(micro, segments), 0)})
-            micro.to(next(replay.model.parameters()).device)
-            with replay.experts(micro, counted=micro.mask & (micro.versions == version)):
-                micro.old_logprobs, entropy = replay.forward(micro, temperature)
-            observe(micro, micro.old_logprobs, entropy, version, meter)
-            meter.add(replay.expert_metrics(micro))
+            with replay.experts(micro, counted=micro.on_version):
+                logprobs, entropy = replay.forward(micro, temperature)
+            meter.add(observe(replay, micro, logprobs, entropy))
 
 
 def deal(cfg: Config, batch: dict, world: int) -> None:
@@ -927,7 +942,7 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
         rollouts.rewards = rewards + penalty
         meter.add({"reward/overlong": (penalty.sum(), len(penalty))})
     if cfg.estimator == "gdpo" and not names:
-        raise ValueError("--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else")
+        raise BadInput("--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else")
     if cfg.kl_loss:  # then it is no part of the reward
         cfg = dataclasses.replace(cfg, kl_coef=0.0)
     advantages, metrics = ESTIMATORS[cfg.estimator](rollouts, cfg)
@@ -941,11 +956,11 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
             setattr(micro, name, rows[:, : micro.mask.shape[1]].to(micro.mask.device))
 
 
-def weigh(cfg: Config, micro, meter: Meter) -> None:
+def weigh(cfg: Config, micro) -> dict:
     """Fill in the weights of the correction of the mismatch between trainer and engine."""
     bands = cfg.is_level, cfg.is_mode, cfg.is_band, cfg.loss in SEQUENCE_LOSSES
     micro.weights, metrics = correction(micro.old_logprobs, micro.behaviour_logprobs, micro.mask, *bands)
-    meter.add(metrics)
+    return metrics
 
 
 def check_mass(m: dict[str, float]) -> None:
@@ -958,11 +973,21 @@ def check_mass(m: dict[str, float]) -> None:
             )
 
 
+def one_forward(cfg: Config) -> bool:
+    """Whether the forward of the update can also give the old log-probs, since its ratio is 1 and nothing needs them before."""
+    once = cfg.epochs == cfg.minibatches == 1 and cfg.is_denominator == "all"
+    return cfg.estimator == "sft" or once and not (cfg.ref_model or cfg.critic_model)
+
+
 def policy_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, dict]:
     """The loss of each token [B, T]: that of --loss, and where asked for the KL and the entropy bonus."""
     logprobs, entropy = replay.forward(micro)
+    metrics = {}
+    if micro.old_logprobs is None:
+        metrics = observe(replay, micro, logprobs, entropy.detach()) | weigh(cfg, micro)
     old = micro.behaviour_logprobs if cfg.old == "behaviour" else micro.old_logprobs
-    losses, metrics = LOSSES[cfg.loss](logprobs, old, micro.advantages, micro.mask, cfg, micro.behaviour_logprobs)
+    losses, seen = LOSSES[cfg.loss](logprobs, old, micro.advantages, micro.mask, cfg, micro.behaviour_logprobs)
+    metrics |= seen
     if cfg.kl_loss:
         kl, seen = kl_loss(logprobs, micro.ref_logprobs, micro.mask, cfg.kl_type)
         losses, metrics = losses + cfg.kl_coef * kl, metrics | seen
@@ -995,12 +1020,15 @@ def shares(cfg: Config, batch: dict, part: list) -> tuple[torch.Tensor, torch.Te
     return torch.ones_like(counts), counts.sum()
 
 
-def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name: str = "") -> int:
+def learn(
+    cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name: str = "", gate=None
+) -> int:
     """All optimizer steps of the policy or the critic on one batch; returns how many were taken.
 
-    parts: micro-batches of each minibatch; objective: (cfg, replay, micro) -> losses [B, T], metrics; name: "" or "critic_".
+    parts: micro-batches of each minibatch; objective: (cfg, replay, micro) -> losses [B, T], metrics; name: "" or "critic_";
+    gate: called before each optimizer step, to stop the run.
     """
-    world, replay, taken = dist.get_world_size(), learner.replay, 0
+    world, replay, taken, title = dist.get_world_size(), learner.replay, 0, f"loss/{name or 'policy'}".rstrip("_")
     for _ in range(cfg.epochs):
         for part, size in zip(parts, batch["sizes"]):
             share, total = shares(cfg, batch, part)
@@ -1008,14 +1036,17 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, me
                 continue
             denominator = cfg.loss_length * size if cfg.loss_agg == "constant" else float(total)
             for micro in part:
-                each = share.to(micro.weights)[micro.rollout]  # [B]
-                with replay.experts(micro):  # open through backward
+                compared = micro.on_version if micro.old_logprobs is None else None  # [B, T]
+                with replay.experts(micro, compared):  # open through backward
                     losses, metrics = objective(cfg, replay, micro)
+                    each = share.to(losses)[micro.rollout]  # [B]
                     loss = aggregate(losses, micro.weights * each[:, None], micro.mask, denominator)
                     (loss * world).backward()  # FSDP averages over ranks
-                meter.add(metrics | {f"loss/{name or 'policy'}".rstrip("_"): (loss.detach(), 0)})
-                meter.add({f"loss/{name}mass": ((row_counts(cfg, micro) * each).sum() / float(total), 0)})
-            meter.add(dict.fromkeys((f"loss/{name}mass", f"loss/{name or 'policy'}".rstrip("_")), (0.0, 1 / world)))
+                mass = (row_counts(cfg, micro) * each).sum() / float(total)
+                meter.add(metrics | {title: (loss.detach(), 0), f"loss/{name}mass": (mass, 0)})
+            meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
+            if gate:
+                gate()
             norm = clip_gradients(cfg, replay, learner.mesh)
             finite = math.isfinite(norm)
             if finite:
@@ -1040,7 +1071,9 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
             )
         row = Segment(np.asarray(ids, np.int32), sampled, np.r_[0, logprobs], np.where(sampled, version, -1), experts)
         row.experts_ok = None if experts is None else ~np.zeros(len(ids), bool)
-        score(replay, [pack([row], [0])], [], version, meter, temperature=1.0)  # prompt log-probs are raw
+        micro = pack([row], [0]).to(next(replay.model.parameters()).device)
+        micro.version = version
+        score(replay, [micro], meter, temperature=1.0)  # prompt log-probs are raw
     seen = meter.local()
     for name, limit in bounds(cfg).items():
         if not (value := seen[f"gap/on_version_{name}"]) <= limit:
@@ -1133,206 +1166,198 @@ START_TIMEOUT = 1800  # seconds for the engines to load
 PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
 
 
-def join_ranks():
-    """Start torch.distributed; (device, a group whose collectives wait for a batch as long as it takes)."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    return device, dist.new_group(backend="gloo", timeout=timedelta(days=30))
+@dataclass
+class Run:
+    """What a rank holds from start to end. Engines and the log are rank 0's."""
+
+    cfg: Config
+    device: str
+    control: Any  # a process group whose collectives wait for a batch as long as it takes
+    clock: Clock
+    console: Console
+    learners: dict[str, Learner]
+    reference: Replay | None
+    chat: Chat
+    rollouts: Any  # the pool
+    engines: list
+    refit: Refit | None = None  # nothing to refit without engines
+    probe: list[int] = field(default_factory=list)  # ids of its text
 
 
-def run(cfg: Config, rows: list[dict] | None) -> None:
-    """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    clock = Clock()
-    where = newest(cfg)
-    if cfg.kl_target:
-        cfg.kl_coef = where["kl_coef"]
+def from_rank_0(control, value=None):
+    box = [value]
+    dist.broadcast_object_list(box, group=control)
+    return box[0]
+
+
+def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
+    """Engines, process groups and models, all loaded when it returns. rows: rank 0's data; where: as `newest` gives it."""
+    rank, clock = int(os.environ["RANK"]), Clock()
     engines, rollouts, address = [], None, None
     if rank == 0:  # the engines load while this process imports and builds its model
         engines, rollouts, address = launch(cfg, rows, where["position"], 2 if cfg.estimator in GROUP_ESTIMATORS else 1)
 
     from transformers import AutoTokenizer
 
-    device, control = join_ranks()
-
-    def from_rank_0(value=None):
-        box = [value]
-        dist.broadcast_object_list(box, group=control)
-        return box[0]
-
-    address, cfg = from_rank_0((address, cfg))  # the default --out has the time in it
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    address, cfg = from_rank_0(control, (address, cfg))  # the default --out has the time in it
     if rank:
         ray.init(**address)
         rollouts = ray.get_actor("rollouts")
-    policy, critic, reference = build_policy(cfg, device), build_critic(cfg, device), build_reference(cfg, device)
-    learners = {"policy": policy} | ({"critic": critic} if critic else {})
+    learners = {"policy": build_policy(cfg, device), "critic": build_critic(cfg, device)}
+    learners = {name: learner for name, learner in learners.items() if learner}
+    reference, console = build_reference(cfg, device), Console(quiet=rank > 0)
     if cfg.resume:
         load_checkpoint(cfg, learners)
-    replay, console = policy.replay, Console(quiet=rank > 0)
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
+    r = Run(cfg, device, control, clock, console, learners, reference, chat, rollouts, engines)
     clock.mark("time/start_trainer")
-    ray.get([e.ready.remote() for e in engines], timeout=START_TIMEOUT)
-    host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
-    refit = Refit(replay.model, engines, cfg.engine_tp, getattr(torch, cfg.dtype), cfg.refit_bucket_mb, host)
-    clock.mark("time/start_engines")
+    if cfg.estimator != "sft":
+        ray.get([e.ready.remote() for e in engines], timeout=START_TIMEOUT)
+        host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
+        model, dtype = learners["policy"].replay.model, getattr(torch, cfg.dtype)
+        r.refit = Refit(model, engines, cfg.engine_tp, dtype, cfg.refit_bucket_mb, host)
+        r.probe = chat.encode(PROBE)[: cfg.max_context - 1]
+        clock.mark("time/start_engines")
+    return r
 
-    def molt(version: int) -> tuple[dict, Meter]:
-        """Weights to the engines, the probe, then they open; returns the refit's metrics and the probe's, for the next batch."""
-        metrics = refit(version)
-        seen = probe(cfg, replay, from_rank_0(ray.get([e.score.remote(ids) for e in engines])), ids, version)
-        ray.get([e.release.remote() for e in engines])
-        return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}, seen if rank == 0 else Meter()
 
-    ids, version = chat.encode(PROBE)[: cfg.max_context - 1], where["version"]
-    refit_metrics, seen = molt(version)
-    trial = from_rank_0(sample_trial(cfg, engines, ids))
-    meter = Meter(seen)
-    score(replay, [pack(trial, list(range(len(trial))))], trial, version, meter)
-    first = meter.reduce(control) | refit_metrics
-    verdict(cfg, console, first)
-    check_gates(cfg, first)
-    clock.mark("time/start_checks")
-    log = Log(cfg, console, where["step"]) if rank == 0 else None
-    console.print(
-        f"ready after {clock.total():.0f} s: " + ", ".join(f"{k[11:]} {v:.0f} s" for k, v in clock.take().items())
-    )
+def molt(r: Run, version: int) -> tuple[dict, Meter]:
+    """Weights to the engines, the probe, then they open; returns the refit's metrics and the probe's, for the next batch."""
+    if not r.refit:
+        return {}, Meter()
+    metrics = r.refit(version)
+    scores = from_rank_0(r.control, ray.get([e.score.remote(r.probe) for e in r.engines]))
+    seen = probe(r.cfg, r.learners["policy"].replay, scores, r.probe, version)
+    ray.get([e.release.remote() for e in r.engines])
+    return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}, seen if dist.get_rank() == 0 else Meter()
+
+
+def prove(r: Run, version: int) -> Meter:
+    """The first molt, then a few replies of each engine go the whole way of a rollout; prints the verdict table.
+
+    Returns what `molt` does for the next batch. Raises InvariantError before anything is learnt.
+    """
+    metrics, seen = molt(r, version)
+    if r.refit:
+        trial, meter = from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)), Meter(seen)
+        micro = pack(trial, list(range(len(trial))))
+        verify([micro], trial, version, r.device, meter)
+        score(r.learners["policy"].replay, [micro], meter)
+        first = meter.reduce(r.control) | metrics
+        verdict(r.cfg, r.console, first)
+        check_gates(r.cfg, first)
+    r.clock.mark("time/start_checks")
+    spent = ", ".join(f"{k[11:]} {v:.0f} s" for k, v in r.clock.take().items())
+    r.console.print(f"ready after {r.clock.total():.0f} s: {spent}")
+    return seen
+
+
+def fetch(r: Run, batch: dict) -> tuple[list, list]:
+    """This rank's rows of a batch: (micro-batches of each minibatch, on the CPU, the Segments that they are packed from)."""
+    parts = [p[dist.get_rank()] for p in batch["plan"]]
+    mine = [i for part in parts for micro in part for i in micro]
+    rows = ray.get(r.rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
+    segments = [ray.get(row) if isinstance(row, ray.ObjectRef) else row for row in rows]
+    place, owners = {row: at for at, row in enumerate(mine)}, [batch["rows"][i]["rollout"] for i in mine]
+    return [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts], segments
+
+
+def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
+    """A batch becomes gradients; returns how many optimizer steps the policy took, none while its critic warms up.
+
+    parts: micro-batches of each minibatch. Raises InvariantError before a batch that breaks a gate is learnt from.
+    """
+    cfg, policy, critic, taken = r.cfg, r.learners["policy"], r.learners.get("critic"), 0
+    micros = [micro for part in parts for micro in part]
+
+    def gate() -> None:
+        check_gates(cfg, meter.reduce(r.control))
+
+    if not one_forward(cfg):
+        score(policy.replay, micros, meter)
+        gate()
+    with torch.no_grad():
+        for micro in micros:
+            micro.ref_logprobs = r.reference.forward(micro)[0] if r.reference else None
+            micro.values = critic.replay.forward(micro)[0] if critic else None
+    credit(cfg, batch, micros, meter)
+    if not one_forward(cfg):
+        for micro in micros:
+            meter.add(weigh(cfg, micro))
+    if critic:
+        tokens = dataclasses.replace(cfg, loss_agg="token_mean")
+        learn(tokens, critic, batch, parts, value_objective, meter, "critic_")
+    if warm:
+        late = gate if one_forward(cfg) and cfg.estimator != "sft" else None
+        taken = learn(cfg, policy, batch, parts, policy_objective, meter, gate=late)
+    for learner in r.learners.values():
+        learner.scheduler.step()
+    return taken
+
+
+def run(cfg: Config, rows: list[dict] | None) -> None:
+    """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
+    where, world = newest(cfg), int(os.environ["WORLD_SIZE"])
+    if cfg.kl_target:
+        cfg.kl_coef = where["kl_coef"]
+    r = start(cfg, rows, where)
+    cfg, version, rank, policy = r.cfg, where["version"], dist.get_rank(), r.learners["policy"]
+    seen = prove(r, version)
+    log = Log(cfg, r.console, where["step"]) if rank == 0 else None
 
     for step in range(where["step"], cfg.steps):
-        batch = from_rank_0(next_batch(cfg, rollouts, world) if rank == 0 else None)
+        batch = from_rank_0(r.control, next_batch(cfg, r.rollouts, world) if rank == 0 else None)
         if batch is None:
-            console.print("the data has ended")
+            r.console.print("the data has ended")
             break
-        clock.mark("time/generate")
+        r.clock.mark("time/generate")
 
-        # the rows of this rank, packed; the same tokens and experts that the engines saw
-        parts = [p[rank] for p in batch["plan"]]
-        mine = [i for part in parts for micro in part for i in micro]
-        rows = ray.get(rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
-        segments = [ray.get(row) if isinstance(row, ray.ObjectRef) else row for row in rows]
-        place = {row: at for at, row in enumerate(mine)}
-        owners = [batch["rows"][i]["rollout"] for i in mine]
-        parts = [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts]
-        micros = [micro for part in parts for micro in part]
-
-        # identity, versions and experts are checked before anything is learnt
-        meter = Meter(seen)
-        score(replay, micros, segments, version, meter)
-        checked = meter.reduce(control)
-        check_gates(cfg, checked)
-
-        # what the reference and the critic say; credit; the weights of the correction
-        meter = Meter()
-        with torch.no_grad():
-            for micro in micros:
-                micro.ref_logprobs = reference.forward(micro)[0] if reference else None
-                micro.values = critic.replay.forward(micro)[0] if critic else None
-        credit(cfg, batch, micros, meter)
-        for micro in micros:
-            weigh(cfg, micro, meter)
-
-        # gradient
-        lr, taken = policy.scheduler.get_last_lr()[0], 0
-        if critic:
-            learn(
-                dataclasses.replace(cfg, loss_agg="token_mean"), critic, batch, parts, value_objective, meter, "critic_"
-            )
-        if step >= cfg.critic_warmup_steps:
-            taken = learn(cfg, policy, batch, parts, policy_objective, meter)
-        for learner in learners.values():
-            learner.scheduler.step()
-        learnt = meter.reduce(control)
+        # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
+        parts, segments = fetch(r, batch)
+        meter, lr = Meter(seen), policy.scheduler.get_last_lr()[0]
+        verify([micro for part in parts for micro in part], segments, version, r.device, meter)
+        version += update(r, batch, parts, meter, step >= cfg.critic_warmup_steps) > 0
+        learnt = meter.reduce(r.control)
         check_mass(learnt)
-        version += taken > 0
         if cfg.kl_target:
-            rollouts_seen = len(batch["rollouts"])
-            cfg.kl_coef = adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts_seen)
-        clock.mark("time/train")
+            rollouts = len(batch["rollouts"])
+            cfg.kl_coef = adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts)
+        r.clock.mark("time/train")
 
-        # the molt
-        refit_metrics, seen = molt(version)
-        clock.mark("time/refit")
-        position = ray.get(rollouts.refitted.remote()) if rank == 0 else None
+        refit_metrics, seen = molt(r, version)
+        r.clock.mark("time/refit")
+        position = ray.get(r.rollouts.refitted.remote()) if rank == 0 else None
 
-        metrics = (
-            {"step": step + 1, "version": version, "optim/lr": lr, "kl/coef": cfg.kl_coef}
-            | batch_metrics(batch)
-            | checked
-            | learnt
-        )
+        metrics = {"step": step + 1, "version": version, "optim/lr": lr, "kl/coef": cfg.kl_coef}
+        metrics |= batch_metrics(batch) | learnt | refit_metrics
+        if cfg.estimator == "sft":  # nothing was sampled
+            metrics = {
+                k: v for k, v in metrics.items() if k.split("/")[0] not in ("reward", "gap", "lag", "is", "advantage")
+            }
         if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tokens = metrics["tokens/trained"] + metrics["tokens/context"]
-            log.write(metrics | refit_metrics | times(clock.take(), tokens, device))
+            log.write(metrics | times(r.clock.take(), tokens, r.device))
             if cfg.show_every and step % cfg.show_every == 0 and segments:
-                show(console, chat, segments[0])
+                show(r.console, r.chat, segments[0])
             if batch["first_error"] and not log.shown_error:
                 log.shown_error = True
-                console.print(
-                    f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red", markup=False
-                )
+                told = f"a rollout failed; the first traceback:\n{batch['first_error']}"
+                r.console.print(told, style="red", markup=False)
         where = {"step": step + 1, "version": version, "position": position, "kl_coef": cfg.kl_coef}
         if cfg.save_every and (step + 1) % cfg.save_every == 0:
-            save_checkpoint(cfg, learners, where)
-            clock.mark("time/save")
+            save_checkpoint(cfg, r.learners, where)
+            r.clock.mark("time/save")
 
     if rank == 0:
         log.close()
-    save_checkpoint(cfg, learners, where)
-    folder = export(cfg, replay.model)
-    console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_sft(cfg: Config, rows: list[dict] | None) -> None:
-    """Supervised fine-tuning: the same model, update, metrics and checkpoints, and no engines. --prompts demonstrations a step."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device, control = join_ranks()
-    box = [(cfg, rows)]
-    dist.broadcast_object_list(box, group=control)
-    cfg, rows = box[0]
-    from transformers import AutoTokenizer
-
-    chat, policy = Chat(AutoTokenizer.from_pretrained(cfg.model)), build_policy(cfg, device)
-    if cfg.resume:
-        load_checkpoint(cfg, {"policy": policy})
-    where, console, clock = newest(cfg), Console(quiet=rank > 0), Clock()
-    wait = asyncio.new_event_loop().run_until_complete  # one loop for all: asyncio.run costs more than a demonstration
-    log = Log(cfg, console, where["step"]) if rank == 0 else None
-    for step in range(where["step"], cfg.steps):
-        passes = range(step * cfg.prompts, (step + 1) * cfg.prompts)  # places in an endless, seeded order
-        if cfg.data_epochs and passes[-1] >= cfg.data_epochs * len(rows):
-            console.print("the data has ended")
-            break
-        picked = [rows[order(cfg, len(rows), at)] for at in passes]
-        told = [wait(demonstrate(chat, r, cfg.prompt_key, cfg.label_key, cfg.max_context)) for r in picked]
-        owned = [(i, segment) for i, segments in enumerate(told) for segment in segments]
-        batch = {"rollouts": [{"group": i, "result": Result()} for i in range(len(told))]}
-        batch["rows"] = [{"rollout": i, "tokens": len(s), "trained": int(s.mask.sum())} for i, s in owned]
-        deal(cfg, batch, world)
-        segments, owners = [s for _, s in owned], [i for i, _ in owned]
-        parts = [[pack(segments, micro, owners) for micro in p[rank]] for p in batch["plan"]]
-        meter = Meter()
-        for micro in (m for part in parts for m in part):
-            check_identity(micro, segments)  # on the CPU
-            micro.to(device)
-            micro.advantages, micro.weights = micro.mask.float(), micro.mask.float()  # loss = -log pi
-        lr, taken = (policy.scheduler.get_last_lr()[0], learn(cfg, policy, batch, parts, policy_objective, meter))
-        policy.scheduler.step()
-        learnt = meter.reduce(control)
-        check_mass(learnt)
-        clock.mark("time/train")
-        where = where | {"step": step + 1, "version": where["version"] + (taken > 0)}
-        if rank == 0:
-            counts = {"tokens/trained": sum(r["trained"] for r in batch["rows"]), "segments/count": len(owned)}
-            log.write({"step": step + 1, "version": where["version"], "optim/lr": lr} | counts | learnt | clock.take())
-        if cfg.save_every and (step + 1) % cfg.save_every == 0:
-            save_checkpoint(cfg, {"policy": policy}, where)
-    if rank == 0:
-        log.close()
-    save_checkpoint(cfg, {"policy": policy}, where)
-    console.print(f"checkpoint and model are in {cfg.out}; the model alone is {export(cfg, policy.replay.model)}")
+    save_checkpoint(cfg, r.learners, where)
+    folder = export(cfg, policy.replay.model)
+    r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -1356,7 +1381,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"instar: {e}", file=sys.stderr)
         return 2
     try:
-        (run_sft if cfg.estimator == "sft" else run)(cfg, rows)
+        run(cfg, rows)
+    except BadInput as e:
+        print(f"instar: {getattr(e, 'cause', e)}", file=sys.stderr)
+        return 2
     except InvariantError as e:
         print(f"instar: an invariant failed. {e}", file=sys.stderr)
         return 3

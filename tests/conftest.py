@@ -161,11 +161,12 @@ class Stage:
         import dataclasses
 
         from replay import pack, plan
-        from train import Meter, check_gates, score
+        from train import Meter, check_gates, score, verify
 
         cfg, meter = dataclasses.replace(self.cfg, **flags), Meter()
         micros = [pack(segments, m) for m in plan([len(s) for s in segments], 1, cfg.tokens_per_microbatch)[0]]
-        score(self.replay, micros, segments, self.version, meter)
+        verify(micros, segments, self.version, "cpu", meter)
+        score(self.replay, micros, meter)
         check_gates(cfg, metrics := meter.local())
         return metrics
 
@@ -176,27 +177,15 @@ class Stage:
 
         import torch
 
+        import train
         from agent import Result
-        from replay import pack
-        from train import Meter, check_mass, credit, deal, learn, policy_objective, score, weigh
 
-        cfg = dataclasses.replace(self.cfg, max_grad_norm=1e9, **flags)
+        cfg, gradient = dataclasses.replace(self.cfg, max_grad_norm=1e9, **flags), []
         rewards = rewards or [float(i % 3) for i in range(len(segments))]
-        results = [Result(reward=r) for r in rewards]
         batch = {
-            "rollouts": [{"group": i // 2, "result": r} for i, r in enumerate(results)],
+            "rollouts": [{"group": i // 2, "result": Result(reward=r)} for i, r in enumerate(rewards)],
             "rows": [{"id": i, "rollout": i, "tokens": len(s)} for i, s in enumerate(segments)],
         }
-        deal(cfg, batch, 1)
-        parts, meter = [p[0] for p in batch["plan"]], Meter()
-        mine = [i for part in parts for m in part for i in m]
-        rows = [segments[i] for i in mine]
-        parts = [[pack(rows, [mine.index(i) for i in m], mine) for m in part] for part in parts]
-        micros, gradient = [m for part in parts for m in part], []
-        score(self.replay, micros, rows, self.version, meter)
-        credit(cfg, batch, micros, meter)
-        for micro in micros:
-            weigh(cfg, micro, meter)
 
         class Keep:  # an optimizer that keeps the gradient and moves nothing
             def step(_):
@@ -205,9 +194,17 @@ class Stage:
             def zero_grad(_):
                 self.model.zero_grad()
 
-        learner = dataclasses.replace(self.policy, optimizer=optimizer or Keep())
-        learn(cfg, learner, batch, parts, policy_objective, meter)
-        check_mass(metrics := meter.local())
+        still = SimpleNamespace(step=lambda: None)
+        policy = dataclasses.replace(self.policy, optimizer=optimizer or Keep(), scheduler=still)
+        pool = SimpleNamespace(fetch=SimpleNamespace(remote=lambda ids: ray.put([segments[i] for i in ids])))
+        r = train.Run(cfg, "cpu", None, None, None, {"policy": policy}, None, self.chat, pool, [])
+        train.deal(cfg, batch, 1)
+        parts, rows = train.fetch(r, batch)
+        meter = train.Meter()
+        train.verify([m for part in parts for m in part], rows, self.version, "cpu", meter)
+        self.model.zero_grad()  # a test may have stopped an update half-way
+        train.update(r, batch, parts, meter, warm=True)
+        train.check_mass(metrics := meter.local())
         return metrics, gradient[-1] if gradient else None
 
 

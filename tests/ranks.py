@@ -126,7 +126,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
             micro.old_logprobs = micro.behaviour_logprobs + 0.1 if critic else replay.forward(micro)[0]
     train.credit(cfg, batch, micros, meter)
     for micro in micros:
-        train.weigh(cfg, micro, meter)
+        meter.add(train.weigh(cfg, micro))
     learner = train.Learner(replay, mesh, optimizer, None)
     objective = train.value_objective if critic else train.policy_objective
     train.learn(cfg, learner, batch, parts, objective, meter, "critic_" if critic else "")

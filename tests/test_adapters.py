@@ -35,9 +35,10 @@ class Spy:
 @pytest.mark.e2e
 def test_the_adapters_alone_learn_and_the_engine_gets_them_added_to_the_weights(adapted):
     adapters = {n for n in adapted.weights if "lora_" in n}
-    before, spy, rows = adapted.ask("score", TEXT)[0], Spy(adapted), adapted.rollouts()
-    for _ in range(2):  # the first step finds B at 0, so A moves at the second
-        adapted.update(rows, optimizer=spy)
+    before, spy = adapted.ask("score", TEXT)[0], Spy(adapted)
+    adapted.update(adapted.rollouts(), optimizer=spy)  # finds B at 0, so A moves at the second step
+    adapted.molt()
+    adapted.update(adapted.rollouts(), optimizer=spy)
     now = dict(adapted.model.named_parameters())
     assert spy.seen == [adapters, adapters]
     assert {n for n in now if not torch.equal(now[n], adapted.weights[n])} == adapters

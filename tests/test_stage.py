@@ -342,3 +342,45 @@ def test_engines_answer_many_requests_at_once_and_each_gets_its_own(dense):
         trace.reply(r)
         rows.append(trace.segment(Result(), i, i))
     assert dense.check(rows)["gap/on_version_max"] <= BAR
+
+
+ONCE = dict(minibatches=1, loss="ppo", is_level="token")  # the ratio is 1 by construction
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_one_forward_gives_the_gradient_and_the_metrics_of_two(request, monkeypatch, name):
+    stage, forwards = request.getfixturevalue(name), []
+    rows = stage.rollouts(4, turns=2)
+    hook = stage.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    try:
+        metrics, gradient = stage.update(rows, tokens_per_microbatch=256, **ONCE)
+        once = len(forwards)
+        monkeypatch.setattr(train, "one_forward", lambda cfg: False)
+        again, same = stage.update(rows, tokens_per_microbatch=256, **ONCE)
+    finally:
+        hook.remove()
+    assert once > 1 and len(forwards) == 3 * once  # one for each micro-batch, then two
+    assert (gradient - same).abs().max() <= 1e-6 * same.abs().max()
+    assert metrics.keys() == again.keys() and metrics == pytest.approx(again, rel=1e-4, abs=1e-6)
+    assert metrics["gap/on_version_tokens"] > 50 and metrics["loss/ratio_max"] == 1.0
+
+
+def test_with_one_forward_a_gate_stops_the_run_before_the_optimizer_does_anything(dense):
+    class Never:
+        def step(self):
+            raise AssertionError("a batch that breaks a gate was learnt from")
+
+        def zero_grad(self):
+            dense.model.zero_grad()
+
+    with pytest.raises(InvariantError, match="gap/on_version_max"):
+        dense.update(dense.rollouts(2), optimizer=Never(), max_gap=1e-12, **ONCE)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [dict(epochs=2), dict(minibatches=2), dict(is_denominator="kept"), dict(ref_model="x"), dict(critic_model="x")],
+)
+def test_what_needs_old_log_probs_before_the_update_has_them_computed_before(flags):
+    assert train.one_forward(train.Config(minibatches=1))
+    assert not train.one_forward(train.Config(**dict(minibatches=1) | flags))
