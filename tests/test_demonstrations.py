@@ -1,12 +1,18 @@
 """rollout.demonstrate: what supervised fine-tuning trains on, found with the model's own chat template."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 from test_templates import EMPTY, TEMPLATES, load
+from transformers import AutoTokenizer
 
-from rollout import demonstrate
+import train
+from agent import BadInput
+from rollout import Rollouts, demonstrate
+from server import Chat
+from train import Config
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 ENDS = {name: special.split(" ")[0] for name, special in TEMPLATES.items()} | {"glm": "<|user|>"}
@@ -124,3 +130,57 @@ def test_text_in_parts_loses_neither_tool_calls_nor_reasoning(name):
     (row,) = rows_of(chat, [TALK[0], more | {"content": two}], tools=[TOOL])
     after = said(chat, text)[0].rpartition("look")[2]  # some templates show no text beside a call
     assert "x" in after and said(chat, row)[0].endswith(after)
+
+
+# ---- through the pool, as a run takes them
+
+
+def demonstrations(n=5, position=0, **flags):
+    cfg = Config(estimator="sft", shuffle=False, **dict(prompts=2, data_epochs=1) | flags)
+    rows = [{"prompt": f"What is {i}+{i}?", "label": f"<answer>{2 * i}</answer>"} for i in range(n)]
+    return Rollouts(cfg, rows, [], 1, position)
+
+
+def batches_of(pool, most=9):
+    async def run():
+        batches = []
+        while len(batches) < most and (batch := await pool.next_batch()):
+            batches.append((batch, pool.fetch([r["id"] for r in batch["rows"]])))
+            batches[-1][0]["position"] = pool.refitted()
+        return batches
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_every_demonstration_is_trained_once_a_pass_and_what_the_last_batch_lacks_ends_nothing():
+    chat = Chat(AutoTokenizer.from_pretrained("examples/starter"))
+    batches = batches_of(demonstrations())
+    assert [len(batch["rows"]) for batch, _ in batches] == [2, 2, 1]
+    texts = [t for _, rows in batches for row in rows for t in said(chat, row)]
+    assert [t.partition("<answer>")[2].partition("<")[0] for t in texts] == ["0", "2", "4", "6", "8"]
+
+
+def test_a_resumed_run_goes_on_with_the_next_demonstration_whatever_the_size_of_its_batches():
+    (first, _), *_ = batches_of(demonstrations(), most=1)
+    rest = batches_of(demonstrations(position=first["position"], prompts=3))
+    assert [r["group"] for batch, _ in rest for r in batch["rollouts"]] == [2, 3, 4]
+
+
+def test_what_max_context_cuts_off_is_counted():
+    batches = batches_of(demonstrations(n=2, max_context=12))
+    assert train.batch_metrics(batches[0][0])["rollouts/truncated"] == 2 and not batches[0][0]["rows"]
+
+
+def test_a_row_without_a_reply_is_refused_before_the_run_with_exit_code_2(tmp_path, capsys):
+    rows = [{"prompt": "one", "label": "1"}, {"prompt": [{"role": "user", "content": "two"}]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--estimator", "sft", "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "run")]
+    assert train.main(flags) == 2
+    assert "row 1 has no reply to learn, no assistant message and no 'label'" in capsys.readouterr().err
+
+
+def test_a_demonstration_that_a_template_cannot_show_names_its_fault():
+    pool = demonstrations(n=1)
+    pool.rows[0] = {"prompt": [{"role": "user", "content": "?"}, {"role": "system", "content": "!"}]}
+    with pytest.raises(BadInput, match="without a reply of the assistant"):
+        batches_of(pool)

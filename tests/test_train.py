@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 import torch
 from test_replay import segment
 
 import train
-from agent import InvariantError, Result
+from agent import BadInput, InvariantError, Result
 from replay import pack
 from train import (
     Config,
@@ -427,3 +428,12 @@ def test_as_many_checkpoints_as_asked_are_kept_and_the_newest_is_loaded(tmp_path
     train.load_checkpoint(cfg, loaded := learner(0.0))
     assert loaded["policy"].replay.model.weight.item() == 3.0
     assert train.newest(cfg)["step"] == 3 and train.newest(Config(out=cfg.out))["step"] == 0
+
+
+def test_a_fault_of_the_user_s_found_by_an_actor_is_told_in_one_line_with_exit_code_2(monkeypatch, capsys, tmp_path):
+    def fails(cfg, rows):
+        raise ray.exceptions.RayTaskError("next_batch", "a traceback", BadInput("no such tool")).as_instanceof_cause()
+
+    monkeypatch.setattr(train, "run", fails)
+    assert train.main(["--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == "instar: no such tool\n"
