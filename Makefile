@@ -8,7 +8,8 @@ TORCH_INDEX ?=
 
 # make real-model   train a few steps on SmolLM2-135M-Instruct, made from a package of the index
 
-# make clients      run real agent clients (Claude Code, Codex, the SDKs, …) against the capture server; needs node and npm
+# make clients      run real agent clients (Claude Code, Codex, the SDKs, …) against the capture server, and peft on an exported
+#                   adapter; needs node and npm
 
 .PHONY: train test unit test-all real-model clients bench lint venv clean
 
@@ -52,7 +53,11 @@ real-model: venv
 	npm install --prefix .clients --no-audit --no-fund --no-package-lock --loglevel error
 	touch .clients/ready
 
-clients: venv .clients/ready
+# peft needs the torch and transformers of .venv, but is not put there: training is tested without it
+.clients/peft: | .venv/ready
+	.venv/bin/pip install -q --no-deps --target .clients/peft peft==0.21.2 accelerate==1.15.0
+
+clients: venv .clients/ready .clients/peft
 	.venv/bin/python -m pytest -m clients
 
 bench: venv

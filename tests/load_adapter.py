@@ -1,6 +1,6 @@
-"""vLLM loads a model with an adapter, in a process of its own, and prints the log-probs of ids[1:].
+"""vLLM or peft loads a model with an adapter, in a process of its own, and prints the log-probs of ids[1:].
 
-python tests/load_adapter.py vllm MODEL IDS ADAPTER …   # a line of JSON for each adapter; '' is the model alone
+python tests/load_adapter.py vllm|peft MODEL IDS ADAPTER …   # a line of JSON for each adapter; '' is the model alone
 """
 
 import json
@@ -22,7 +22,20 @@ def by_vllm(model: str, ids: list[int], adapters: list[str]):
         yield [row[token].logprob for row, token in zip(out.prompt_logprobs[1:], ids[1:])]
 
 
+def by_peft(model: str, ids: list[int], adapters: list[str]):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    for adapter in adapters:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        loaded = PeftModel.from_pretrained(loaded, adapter) if adapter else loaded
+        with torch.no_grad():
+            logprobs = loaded(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)  # [T - 1, V]
+        yield logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
 if __name__ == "__main__":
     program, model, ids, *adapters = sys.argv[1:]
-    for logprobs in {"vllm": by_vllm}[program](model, json.loads(ids), adapters):
+    for logprobs in {"vllm": by_vllm, "peft": by_peft}[program](model, json.loads(ids), adapters):
         print(json.dumps(logprobs))
