@@ -61,6 +61,12 @@ def offsets(dtypes: list[str], shapes: list[list[int]]) -> tuple[list[tuple[int,
     return spans, -(-at // PAGE) * PAGE
 
 
+def compute_device(model) -> str:
+    """The type of the device that a model computes on; with --offload its sharded weights lie in CPU memory."""
+    p = next(model.parameters())
+    return p.device_mesh.device_type if isinstance(p, dist.tensor.DTensor) else p.device.type
+
+
 def merged(model):
     """Yield (weight, function that gives it with its adapter added) of every weight that has an adapter."""
     for m in model.modules():
@@ -86,7 +92,8 @@ def hf_tensors(model, dtype: torch.dtype):
         if "lora_" in name:
             continue
         full = sums[p]() if p in sums else p.detach()
-        full = full.full_tensor() if isinstance(full, dist.tensor.DTensor) else full
+        if isinstance(full, dist.tensor.DTensor):
+            full = full.to(full.device_mesh.device_type).full_tensor()
         name = name.replace("_checkpoint_wrapped_module.", "")
         for hf_name, tensor in adapter.convert_single_tensor_to_hf(name, full) if adapter else [(name, full)]:
             yield hf_name, tensor.to(dtype)
@@ -128,7 +135,7 @@ class Refit:
         self.model, self.engines, self.dtype, self.limit = model, engines, dtype, bucket_mb << 20
         if not engines:
             return
-        device = next(model.parameters()).device.type
+        device = compute_device(model)
         world = 1 + len(engines) * engine_tp
         store = dist.TCPStore(host, 0, world, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         joins = [e.join.remote(host, store.port, 1 + i * engine_tp, world, device) for i, e in enumerate(engines)]

@@ -189,7 +189,7 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, T, H] -> [N, 1] float32."""
-        return super().forward(hidden[self.where].float())
+        return F.linear(hidden[self.where].float(), *(p.to(hidden.device) for p in (self.weight, self.bias)))
 
 
 class Router:

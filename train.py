@@ -72,7 +72,7 @@ from loss import (
     seq_mean,
     value_loss,
 )
-from refit import Refit, merged
+from refit import Refit, compute_device, merged
 from replay import Head, Replay, ValueHead, check_identity, pack, plan
 from rollout import launch, load_rows, messages_of
 from server import Chat
@@ -245,6 +245,8 @@ class Config:
     """the adapters are scaled by this over --lora_rank; 0: twice the rank"""
     checkpoint_activations: bool = False
     """compute the activations of each layer again in backward, instead of keeping them"""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: float32 weights, gradients and moments stay in CPU memory and the optimizer steps there (FSDP2's CPUOffloadPolicy)"""
     max_grad_norm: float = 1.0
     """gradients are clipped to this norm; a step with a non-finite norm is skipped and counted"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -335,6 +337,7 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.samples < 2 and grouped, "samples estimator", "it compares rollouts of a group, set --samples 2 or more"),
         (cfg.prompts % cfg.minibatches, "prompts minibatches", "the first has to be divisible by the second"),
         (world % cfg.ep, "ep", f"does not divide the {world} ranks: start a multiple of it"),
+        (cfg.offload != "none" and cfg.ep > 1, "offload ep", "the experts would not leave the CPU: set --ep 1"),
         (cfg.max_context > cfg.tokens_per_microbatch, "tokens_per_microbatch max_context", "raise the first"),
         (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
         (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
@@ -466,15 +469,16 @@ def build_model(cfg: Config, device: str, path: str = ""):
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from nemo_automodel.components.models.common.utils import BackendConfig
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig
 
     bf16, world = cfg.dtype == "bfloat16", torch.distributed.get_world_size()
     moe = experts_of(AutoConfig.from_pretrained(path or cfg.model))
     # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
     setup = DistributedSetup.build(
-        FSDP2Config(mp_policy=policy, defer_fsdp_grad_sync=False),
+        FSDP2Config(mp_policy=policy, offload_policy=offload, defer_fsdp_grad_sync=False),
         parallelism_sizes=ParallelismSizes(ep_size=cfg.ep),
         moe_parallel_config=MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None,
         activation_checkpointing=cfg.checkpoint_activations,
@@ -498,12 +502,14 @@ def build_model(cfg: Config, device: str, path: str = ""):
             use_liger_kernel=False,
             **extra,
         )
-    if world == 1 and bf16:  # AutoModel shards nothing on one rank, and so would cast nothing
+    if world == 1 and (bf16 or offload):  # AutoModel shards nothing on one rank, and so would neither cast nor move
         model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
         mesh, layers = init_device_mesh(device, (1,), mesh_dim_names=("dp",)), model.model.layers  # export needs a name
         for layer in layers.values() if hasattr(layers, "values") else layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    for buffer in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
+        buffer.data = buffer.to(device)
     return model, setup.mesh_context
 
 
@@ -1071,7 +1077,7 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
             )
         row = Segment(np.asarray(ids, np.int32), sampled, np.r_[0, logprobs], np.where(sampled, version, -1), experts)
         row.experts_ok = None if experts is None else ~np.zeros(len(ids), bool)
-        micro = pack([row], [0]).to(next(replay.model.parameters()).device)
+        micro = pack([row], [0]).to(compute_device(replay.model))
         micro.version = version
         score(replay, [micro], meter, temperature=1.0)  # prompt log-probs are raw
     seen = meter.local()

@@ -102,6 +102,7 @@ HAND = {
     "lora_rank": ("`lora_A` [rank, in], `lora_B` [out, rank] of each projection", "optim/grad_norm"),
     "lora_alpha": ("the scale of `lora_B @ lora_A`", "optim/grad_norm"),
     "checkpoint_activations": ("activations [B, T, H] of each layer, computed again in backward", "memory/peak_gb"),
+    "offload": ("weights, gradients and moments in CPU memory", "memory/peak_gb", "weights_that_stay_in_cpu"),
     "max_grad_norm": ("gradients of all parameters", "optim/grad_norm, optim/skipped"),
     "dtype": ("weights of forward, engine and refit", "gap/on_version_max", "in_the_dtype_of_the_refit"),
     "ep": ("the device mesh of the experts' weights", "loss/mass", "two_ranks_give_the_loss"),
