@@ -12,7 +12,9 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import numpy as np
 import torch
 import torch.distributed as dist
+from test_adapters import moved
 from test_replay import segment
+from torch.distributed.fsdp import FSDPModule
 
 import train
 from agent import Result
@@ -28,6 +30,32 @@ def names(model):
 
 def full(tensor):
     return (tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor).detach().clone()
+
+
+def homes(model):
+    """Each parameter that FSDP holds -> the name of its group's offload policy."""
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    own = {id(p.sharded_param): type(g.offload_policy).__name__ for g in groups for p in g.fsdp_params}
+    return {n: own[id(p)] for n, p in names(model) if id(p) in own}
+
+
+def exchanged(model: str, out: str) -> None:
+    """A checkpoint of a policy that is offloaded goes into one that is not, and the other way round; both take a step more."""
+    found, kinds = {}, ("none", "optimizer")
+    for saved, loaded in (kinds, kinds[::-1]):
+        folder = f"{out}/{saved}-{dist.get_world_size()}"
+        os.makedirs(folder, exist_ok=True)
+        cfg = train.Config(model=model, dtype="float32", out=folder, resume=True, offload=saved)
+        one = train.build_policy(cfg, "cpu")
+        moved(one)
+        train.save_checkpoint(cfg, {"policy": one}, {"step": 1})
+        cfg.offload = loaded
+        other = train.build_policy(cfg, "cpu")
+        train.load_checkpoint(cfg, {"policy": other})
+        found[saved] = [{n: full(p) for n, p in moved(x, seed=1).items()} for x in (one, other)]
+    if dist.get_rank() == 0:
+        torch.save(found, f"{out}/exchanged-{dist.get_world_size()}.pt")
 
 
 def main(tiny: str, out: str) -> None:
@@ -54,23 +82,27 @@ def main(tiny: str, out: str) -> None:
         ("dense-adapted", "dense", 16384, whole | dict(lora_rank=4)),
         ("moe-adapted", "moe", 16384, whole | dict(lora_rank=4)),
         ("moe-muon", "moe", 16384, whole | dict(optimizer="muon")),
+        ("moe-flat", "moe", 100, whole | dict(ep=1)),
+        ("moe-flat-offloaded", "moe", 100, whole | dict(ep=1, offload="optimizer")),
+        ("dense-many-offloaded", "dense", 100, whole | dict(offload="optimizer")),
+        ("dense-adapted-offloaded", "dense", 16384, whole | dict(lora_rank=4, offload="optimizer")),
+        ("critic-tied-offloaded", "tied", 100, dict(estimator="gae", kl_coef=0.1, offload="optimizer")),
     ):
         job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, flags)
+    exchanged(f"{tiny}/dense", out)
     dist.destroy_process_group()
 
 
 def job(model_name: str, out: str, budget: int, flags: dict) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    ep = world if model_name.endswith("moe") else 1
     cfg = train.Config(
         model=model_name,
         dtype="float32",
-        ep=ep,
         tokens_per_microbatch=budget,
         max_context=100,
         minibatches=1,
         max_grad_norm=1e9,
-        **dict(is_level="token", is_mode="clip", is_band=(0.5, 2.0)) | flags,
+        **dict(is_level="token", is_mode="clip", is_band=(0.5, 2.0), ep=world if "moe" in model_name else 1) | flags,
     )
     train.validate(cfg, world)
     model, mesh = train.build_model(cfg, "cpu")
@@ -80,7 +112,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
             value = torch.sin(torch.arange(p.numel()).float() * 1.7).view(p.shape) / 10
             sharded = isinstance(p, dist.tensor.DTensor)
             p.data.copy_(dist.tensor.distribute_tensor(value, p.device_mesh, p.placements) if sharded else value)
-    start = {n: full(p) for n, p in names(model)}
+    start, policies = {n: full(p) for n, p in names(model)}, homes(model)
     replay = Replay(model, 1.0, critic or Head(model.get_output_embeddings(), cfg.entropy_coef != 0))
     gradients = {}
 
@@ -134,7 +166,14 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
     train.check_mass(metrics)
     weights = {n: full(p) for n, p in names(model)}
     sent = dict(hf_tensors(model, torch.float32)) if cfg.lora_rank else {}
-    found = {"metrics": metrics, "gradients": gradients, "weights": weights, "start": start, "sent": sent}
+    found = {
+        "metrics": metrics,
+        "gradients": gradients,
+        "weights": weights,
+        "start": start,
+        "sent": sent,
+        "homes": policies,
+    }
     if rank == 0:
         torch.save(found | {"wrapped": sum(CHECKPOINTED in n for n, _ in model.named_modules())}, out)
     dist.barrier()

@@ -221,9 +221,11 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(tiny):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("model,rank", [("dense", 4), ("moe", 0), ("moe", 4)])
-def test_one_rank_in_bfloat16_exports_what_it_sends(tiny, process_group, tmp_path, model, rank):
-    cfg = Config(model=f"{tiny}/{model}", dtype="bfloat16", out=str(tmp_path), lora_rank=rank)
+@pytest.mark.parametrize(
+    "model,rank,offload", [("dense", 4, "none"), ("moe", 0, "none"), ("moe", 4, "none"), ("dense", 4, "optimizer")]
+)
+def test_one_rank_in_bfloat16_exports_what_it_sends(tiny, process_group, tmp_path, model, rank, offload):
+    cfg = Config(model=f"{tiny}/{model}", dtype="bfloat16", out=str(tmp_path), lora_rank=rank, offload=offload)
     policy = build_policy(cfg, "cpu")
     assert {p.dtype for p in policy.replay.model.parameters()} == {torch.float32}
     moved(policy)

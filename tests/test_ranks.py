@@ -81,6 +81,26 @@ def test_two_ranks_give_the_adapters_of_one_and_send_the_same_sums(result, model
         assert moved == {n for n in r["weights"] if "lora_" in n} == r["gradients"].keys()
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model", ["dense-many", "moe-flat", "dense-adapted", "critic-tied"])
+def test_weights_that_stay_in_cpu_memory_learn_the_same(result, model, world):
+    """The policy has to be that of every group of FSDP's: where it is dropped, a CPU would not show it otherwise."""
+    plain, offloaded = result(model, world), result(f"{model}-offloaded", world)
+    assert set(plain["homes"].values()) <= {"NoneType"} and set(offloaded["homes"].values()) == {"CPUOffloadPolicy"}
+    assert offloaded["weights"].keys() - offloaded["homes"].keys() == {n for n in plain["weights"] if "value_head" in n}
+    for kind in ("gradients", "weights", "sent"):
+        assert plain[kind].keys() == offloaded[kind].keys()
+        unequal = [n for n in plain[kind] if not torch.equal(plain[kind][n], offloaded[kind][n])]
+        assert not unequal, f"{kind} of {unequal}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_goes_to_weights_in_cpu_memory_and_back(result, world):
+    for saved, (went_on, resumed) in result("exchanged", world).items():
+        assert went_on.keys() == resumed.keys()
+        assert all(torch.equal(went_on[n], resumed[n]) for n in went_on), f"saved with --offload {saved}"
+
+
 def test_muon_steps_on_two_ranks_as_on_one(result):
     """It multiplies whole matrices, of which each rank has a part; in bfloat16, hence the bar."""
     one, two = result("moe-muon", 1), result("moe-muon", 2)

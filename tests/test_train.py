@@ -39,6 +39,7 @@ from train import (
         (dict(samples=1, estimator="rloo"), "--samples 1.*rloo"),
         (dict(prompts=10, minibatches=3), "--prompts 10 --minibatches 3: .*divisible"),
         (dict(ep=2), "--ep 2: does not divide the 3 ranks"),
+        (dict(ep=3, offload="optimizer"), "--offload optimizer --ep 3: .*set --ep 1"),
         (dict(temperature=0.0), "--temperature 0"),
         (dict(max_context=20000), "--tokens_per_microbatch 16384 --max_context 20000: raise"),
         (dict(is_level="seq", is_mode="trunc"), "--is_level seq.*--is_mode mask"),
