@@ -2,15 +2,15 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from test_replay import segment
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import refit
 import train
-from replay import MicroBatch, ValueHead, pack
+from replay import MicroBatch, ValueHead
 
 pytestmark = pytest.mark.e2e
 
@@ -35,10 +35,10 @@ def asked(policy, monkeypatch):
     return found
 
 
-def test_a_micro_batch_goes_to_where_the_model_computes(policy, asked):
+def test_the_probe_goes_to_where_the_model_computes(policy, asked):
     reached = []
     policy.replay.forward = lambda micro, temperature: reached.append(list(asked)) or (micro.mask.float(),) * 2
-    train.score(policy.replay, [pack([segment(9, [(3, 9)])], [0])], [], 0, train.Meter())
+    train.probe(train.Config(dtype="float32", max_gap=9.0), policy.replay, [(np.zeros(5), None, 0)], list(range(6)), 0)
     assert reached == [["cuda"]] and {p.device.type for p in policy.replay.model.parameters()} == {"cpu"}
 
 
