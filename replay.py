@@ -86,10 +86,7 @@ def pack(segments: list[Segment], rows: list[int], owners: list[int] | None = No
     owners: the batch's rollout that each of the segments belongs to.
     """
     picked = [segments[i] for i in rows]
-    shape = (
-        max(1, len(picked)),
-        max([2, *map(len, picked)]),
-    )  # two tokens at least: one to predict from, one to predict
+    shape = max(1, len(picked)), max([2, *map(len, picked)])  # two tokens at least, to predict one from the other
     out = MicroBatch(
         rows,
         torch.tensor([owners[i] for i in rows] if owners and rows else [0] * shape[0]),
@@ -132,9 +129,8 @@ def check_identity(micro: MicroBatch, segments: list[Segment]) -> int:
                     "engine sampled: its ids, log-probs or versions changed on the way (tokens/digest_mismatch)"
                 )
         if (sampled != micro.mask[b].numpy()).any():
-            raise InvariantError(
-                f"token identity: the mask of rollout {segments[row].rollout_id} is not where the engine sampled"
-            )
+            name = f"rollout {segments[row].rollout_id}"
+            raise InvariantError(f"token identity: the mask of {name} is not where the engine sampled")
     return int(micro.mask.sum())
 
 
@@ -185,7 +181,7 @@ class ValueHead(torch.nn.Linear):
         if lm_head.weight is not model.get_input_embeddings().weight:  # a tied one is the embedding
             lm_head.weight.requires_grad_(
                 False
-            )  # nothing reads it: an optimizer without state for it cannot be resumed
+            )  # nothing reads it, and an optimizer without its state cannot be resumed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, T, H] -> [N, 1] float32."""

@@ -218,9 +218,7 @@ class Rollout:
     segments: list[Segment] = field(default_factory=list)
     error: str = ""
     replies: int = 0
-    other_ids: int = (
-        0  # of them, those whose text encodes to other ids than were sampled: replay by text trains these wrongly
-    )
+    other_ids: int = 0  # replies whose text encodes to other ids than were sampled: replay by text trains these wrongly
     counts: dict[str, int] = field(default_factory=dict)  # of the capture server, for the metrics
     seconds: float = 0.0
     rows: list[dict] = field(default_factory=list)  # in the pool, in the segments' place: what the trainer's plan needs
@@ -362,9 +360,7 @@ class Runner:
                 run = play(agent, task, self.chat, generate, self.cfg, self.call, group_id, rollout_id)
             out = await asyncio.wait_for(run, self.cfg.episode_timeout)
         except TimeoutError:
-            out = Rollout(
-                group_id, rollout_id, error=f"the episode passed --episode_timeout {self.cfg.episode_timeout} s"
-            )
+            out = Rollout(group_id, rollout_id, error=f"it passed --episode_timeout {self.cfg.episode_timeout} s")
         except Exception:
             if broken:
                 raise broken[0] from None
@@ -651,9 +647,7 @@ def spoken(chat: Chat, messages: list[dict], tools: list[dict]) -> str:
     if whole.startswith(prompt):
         return re.sub(rf"(?:{chat.special.pattern})\s*\Z", "", whole[len(prompt) :])
     if last.get("tool_calls"):
-        raise BadInput(
-            "the chat template shows a prompt otherwise once it is answered, so tool calls cannot be demonstrated"
-        )
+        raise BadInput("the chat template changes a prompt that is answered: tool calls cannot be demonstrated")
     if prompt.rstrip().endswith("<think>"):
         return chat.plain(f"{last.get('reasoning_content') or ''}\n</think>\n\n{last['content']}")
     return chat.plain(last["content"])
@@ -719,8 +713,8 @@ def launch(cfg, rows: list[dict], position: int, least: int):
     else:
         cpu = not visible_gpus()
         if not cpu and len(gpus) < need:
-            raise ValueError(
-                f"--engines {cfg.engines} × --engine_tp {cfg.engine_tp} need {need} GPUs, {len(gpus)} are left by the trainer's ranks"
+            raise BadInput(
+                f"--engines {cfg.engines} × --engine_tp {cfg.engine_tp}: the trainer leaves {len(gpus)} GPUs"
             )
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -739,9 +733,8 @@ def launch(cfg, rows: list[dict], position: int, least: int):
     runners = [
         ray.remote(Runner).options(num_cpus=1, **many).remote(cfg, engines) for _ in range(playing * cfg.runners)
     ]
-    rollouts = (
-        ray.remote(Rollouts).options(name="rollouts", num_cpus=1, **many).remote(cfg, rows, runners, least, position)
-    )
+    pool = ray.remote(Rollouts).options(name="rollouts", num_cpus=1, **many)
+    rollouts = pool.remote(cfg, rows, runners, least, position)
     return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
 
 

@@ -32,9 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
-os.environ.setdefault(
-    "RAY_worker_niceness", "0"
-)  # else engines yield the CPU to everything, the trainer's imports first
+os.environ.setdefault("RAY_worker_niceness", "0")  # else engines yield the CPU to everything, to imports first
 
 import numpy as np
 import ray
@@ -288,17 +286,14 @@ class Config:
 
 def parse(argv: list[str] | None = None) -> Config:
     """The command line as a Config, with names made absolute and "auto" resolved; raises ValueError on an unknown flag."""
-    cfg, unknown = tyro.cli(
-        Config, args=argv, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True
-    )
+    style = dict(config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True)
+    cfg, unknown = tyro.cli(Config, args=argv, return_unknown_args=True, **style)
     if unknown:
         names = ["--" + f.name for f in dataclasses.fields(Config)]
-        close = difflib.get_close_matches(
-            unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=1, cutoff=0.7
-        )
-        raise ValueError(
-            f"{unknown[0]}: there is no such flag" + (f", did you mean {close[0]}?" if close else "; see --help")
-        )
+        meant = unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1)
+        close = difflib.get_close_matches(meant, names, n=1, cutoff=0.7)
+        fix = f", did you mean {close[0]}?" if close else "; see --help"
+        raise ValueError(f"{unknown[0]}: there is no such flag{fix}")
     for name in ("agent", "data", "model", "reward", "ref_model", "critic_model"):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
@@ -310,10 +305,8 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def validate(cfg: Config, world: int = 1) -> None:
     """Refuse what cannot work. Pure: looks at nothing but `cfg` and the number of ranks; raises ValueError."""
-    positive = (
-        "max_turns episode_timeout engines engine_tp runners prompts samples max_tokens max_context steps epochs lr"
-    )
-    positive += " temperature refit_bucket_mb tokens_per_microbatch minibatches max_grad_norm ep keep kl_horizon"
+    positive = "max_turns episode_timeout engines engine_tp runners prompts samples max_tokens max_context steps epochs"
+    positive += " lr temperature refit_bucket_mb tokens_per_microbatch minibatches max_grad_norm ep keep kl_horizon"
     refused = [(getattr(cfg, name) <= 0, name, "must be positive") for name in positive.split()]
     for wrong, names, fix in refused + unfit(cfg, world) + meaningless(cfg):
         if wrong:
@@ -393,7 +386,7 @@ def check_inputs(cfg: Config) -> list[dict]:
             said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
             if not said and row.get(cfg.label_key) is None:
                 raise ValueError(
-                    f"--data {cfg.data}: row {i} has no reply to learn, no assistant message and no {cfg.label_key!r}"
+                    f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
                 )
     for flag in ("critic_model", "ref_model", "model"):
         if not (path := getattr(cfg, flag)):
@@ -423,9 +416,8 @@ def check_inputs(cfg: Config) -> list[dict]:
 def experts_of(config) -> int:
     """Number of routed experts in a transformers config, 0 for a dense model."""
     config = config.get_text_config()
-    return next(
-        (n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, k, 0))), 0
-    )
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    return next((n for name in names if (n := getattr(config, name, 0))), 0)
 
 
 # ---- model and optimizer
@@ -486,9 +478,8 @@ def build_model(cfg: Config, device: str, path: str = ""):
     )
     extra = {"peft_config": adapters(cfg)} if cfg.lora_rank and not path else {}
     if moe:
-        extra["moe_overrides"] = dict(
-            aux_loss_coeff=0.0, enable_routing_replay=True
-        )  # else a rank-local balance gradient
+        # else a rank-local balance gradient
+        extra["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
         if device == "cpu":
             parts = dict.fromkeys(("linear", "experts", "dispatcher"), "torch")
             exact = dict(attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32")
@@ -789,9 +780,8 @@ class Log:
 
             mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
             settings = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True)
-            self.wandb = wandb.init(
-                project=cfg.wandb, dir=cfg.out, mode=mode, config=dataclasses.asdict(cfg), settings=settings
-            )
+            more = dict(config=dataclasses.asdict(cfg), settings=settings)
+            self.wandb = wandb.init(project=cfg.wandb, dir=cfg.out, mode=mode, **more)
 
     def write(self, m: dict[str, float]) -> None:
         self.file.write(json.dumps(m) + "\n")
@@ -835,9 +825,7 @@ def bounds(cfg: Config) -> dict[str, float]:
 def check_gates(cfg: Config, m: dict[str, float]) -> None:
     """Raise InvariantError before a batch is trained on whose log-probs or experts are not the engine's."""
     if not m["gap/on_version_tokens"] > 0:
-        raise InvariantError(
-            "policy version: no token of this step was sampled by the trainer's version (gap/on_version_tokens 0)"
-        )
+        raise InvariantError("policy version: no token is of the trainer's version (gap/on_version_tokens 0)")
     if m["lag/max"] > 0:
         raise InvariantError(
             f"policy version: a token is {m['lag/max']:.0f} versions old in a strictly on-policy run (lag/max)"
@@ -850,13 +838,9 @@ def check_gates(cfg: Config, m: dict[str, float]) -> None:
             )
     if cfg.replay_experts:
         if not (share := m["experts/missing"] / max(1.0, m["tokens/sampled"])) <= 0.01:
-            raise InvariantError(
-                f"forward consistency: {share:.1%} of the sampled tokens have no expert row (experts/missing)"
-            )
-        if not m["experts/agreement"] >= 0.98:
-            raise InvariantError(
-                f"forward consistency: experts/agreement is {m['experts/agreement']:.4f}, at least 0.98 is needed"
-            )
+            raise InvariantError(f"forward consistency: {share:.1%} of the tokens have no expert row (experts/missing)")
+        if not (agreed := m["experts/agreement"]) >= 0.98:
+            raise InvariantError(f"forward consistency: experts/agreement is {agreed:.4f}, at least 0.98 is needed")
 
 
 # ---- the steps of an update
@@ -1072,9 +1056,7 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
     meter, sampled = Meter(), np.arange(len(ids)) > 0
     for logprobs, experts, engine_version in scores:
         if engine_version != version:
-            raise InvariantError(
-                f"policy version: an engine stamps version {engine_version} after the refit to version {version}"
-            )
+            raise InvariantError(f"policy version: an engine stamps {engine_version} after the refit to {version}")
         row = Segment(np.asarray(ids, np.int32), sampled, np.r_[0, logprobs], np.where(sampled, version, -1), experts)
         row.experts_ok = None if experts is None else ~np.zeros(len(ids), bool)
         micro = pack([row], [0]).to(compute_device(replay.model))
@@ -1143,10 +1125,8 @@ def show(console, chat, segment) -> None:
         text.append(chat.tokenizer.decode(segment.tokens[start:end]), style="bold green")
         at = end
     console.print(text)
-    trained, name = int(segment.mask.sum()), f"rollout {segment.rollout_id}"
-    console.print(
-        f"{name}: {len(segment.replies)} turns, {trained} of {len(segment)} tokens trained, reward {segment.reward:g}"
-    )
+    trained = f"{segment.mask.sum()} of {len(segment)} tokens trained, reward {segment.reward:g}"
+    console.print(f"rollout {segment.rollout_id}: {len(segment.replies)} turns, {trained}")
 
 
 def verdict(cfg: Config, console, m: dict[str, float]) -> None:
@@ -1342,9 +1322,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         metrics = {"step": step + 1, "version": version, "optim/lr": lr, "kl/coef": cfg.kl_coef}
         metrics |= batch_metrics(batch) | learnt | refit_metrics
         if cfg.estimator == "sft":  # nothing was sampled
-            metrics = {
-                k: v for k, v in metrics.items() if k.split("/")[0] not in ("reward", "gap", "lag", "is", "advantage")
-            }
+            sampled = "reward/", "gap/", "lag/", "is/", "advantage/"
+            metrics = {k: v for k, v in metrics.items() if not k.startswith(sampled)}
         if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tokens = metrics["tokens/trained"] + metrics["tokens/context"]
             log.write(metrics | times(r.clock.take(), tokens, r.device))
@@ -1376,9 +1355,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = parse(argv)
         validate(cfg, int(os.environ["WORLD_SIZE"]))
-        if (
-            "PYTHONWARNINGS" not in os.environ
-        ):  # libraries warn about much that is meant to be so; set it to see all of it
+        if "PYTHONWARNINGS" not in os.environ:  # libraries warn about much that is meant to be so; set it to see all
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
         rows = check_inputs(cfg) if rank == 0 else None
@@ -1395,10 +1372,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"instar: an invariant failed. {e}", file=sys.stderr)
         return 3
     except ray.exceptions.RayError as e:
-        print(
-            f"instar: an actor failed; its own log is in {os.path.realpath('/tmp/ray/session_latest/logs')}\n{e}",
-            file=sys.stderr,
-        )
+        logs = os.path.realpath("/tmp/ray/session_latest/logs")
+        print(f"instar: an actor failed; its own log is in {logs}\n{e}", file=sys.stderr)
         return 1
     finally:
         ray.shutdown()
