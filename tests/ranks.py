@@ -41,7 +41,7 @@ def homes(model):
 
 
 def exchanged(model: str, out: str) -> None:
-    """A checkpoint of a policy that is offloaded goes into one that is not, and the other way round; both take a step more."""
+    """A checkpoint of a policy that is offloaded goes into one that is not, and the other way round; both then step."""
     found, kinds = {}, ("none", "optimizer")
     for saved, loaded in (kinds, kinds[::-1]):
         folder = f"{out}/{saved}-{dist.get_world_size()}"

@@ -1,4 +1,4 @@
-"""--offload without a GPU: where a step on one would have to put its tensors. That it learns the same is in test_ranks.py."""
+"""--offload without a GPU: where a step on one would put its tensors. That it learns the same is in test_ranks.py."""
 
 from types import SimpleNamespace
 
