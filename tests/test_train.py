@@ -209,7 +209,7 @@ def healthy(**changes):
         (dict(gap__on_version_k3=0.002), "bfloat16", "policy version: gap/on_version_k3"),
         (dict(gap__on_version_tokens=0.0), "float32", "policy version: no token"),
         (dict(lag__max=1.0), "float32", "policy version: a token is 1 versions old"),
-        (dict(experts__missing=2.0), "float32", "forward consistency: 2.0% of the sampled tokens"),
+        (dict(experts__missing=2.0), "float32", "forward consistency: 2.0% of the tokens"),
         (dict(experts__agreement=0.9), "float32", "forward consistency: experts/agreement"),
         (dict(experts__agreement=math.nan), "float32", "forward consistency: experts/agreement"),
     ],
