@@ -41,12 +41,18 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     targets: torch.Tensor | None = None  # of the critic
     weights: torch.Tensor | None = None  # of the correction
+    load: torch.Tensor | None = None  # of the experts before the update, float64 [routers, E]
     version: int = 0  # the trainer's
 
     @property
     def on_version(self) -> torch.Tensor:
         """Trained tokens that the trainer's own version sampled: bool [B, T]."""
         return self.mask & (self.versions == self.version)
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Tokens of rows: no padding, and nothing in a micro-batch without rows. bool [B, T]."""
+        return ~self.padding & bool(self.rows)
 
     def to(self, device) -> "MicroBatch":
         for f in fields(self):
@@ -192,8 +198,18 @@ class Router:
     """Stands in for AutoModel's RouterReplay in one MoE gate: the engine's choice where there is one, else the live choice."""
 
     def __init__(self, layer: int):
-        self.layer, self.target, self.counted = layer, None, None
-        self.agree = self.total = 0
+        self.layer, self.agree, self.total = layer, 0, 0
+        self.target = self.counted = self.route = self.seen = None  # route: the own `_route_scores` of a watched gate
+
+    def watch(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Stands in for the gate's `_route_scores`: logits [N, E] -> weights [N, K], experts [N, K], probabilities [N, E].
+
+        The experts used and the probabilities are kept from the first call in `Replay.experts`: that is the forward, and what
+        activation checkpointing computes again in backward is not in the graph.
+        """
+        found = self.route(logits)
+        self.seen = found[1:] if self.seen == () else self.seen
+        return found
 
     def apply(self, live: torch.Tensor) -> torch.Tensor:
         """live [N, K]: the gate's own top-k -> the experts to use [N, K]."""
@@ -207,21 +223,27 @@ class Router:
 
 
 class Replay:
-    """A model of the trainer, ready to score segments. One head, and one Router per MoE layer."""
+    """A model of the trainer, ready to score segments. One head, and one Router per MoE layer.
 
-    def __init__(self, model: torch.nn.Module, temperature: float, head: Head | ValueHead | None = None):
+    watched: keep what the gates of a forward gave, for a load-balance loss.
+    """
+
+    def __init__(self, model: torch.nn.Module, temperature: float, head: Head | ValueHead | None = None, watched=False):
         self.model, self.temperature, self.head = model, temperature, head or Head(model.get_output_embeddings())
-        self.routers = []
+        self.routers, self.watched = [], watched
         for name, module in model.named_modules():
             if getattr(module, "router_replay", None) is not None:
-                module.router_replay = Router(int(re.search(r"layers\.(\d+)\.", name)[1]))
-                self.routers.append(module.router_replay)
+                module.router_replay = router = Router(int(re.search(r"layers\.(\d+)\.", name)[1]))
+                self.routers.append(router)
+                if watched:
+                    router.route, module._route_scores = module._route_scores, router.watch
 
     @contextlib.contextmanager
     def experts(self, micro: MicroBatch, counted: torch.Tensor | None = None):
         """Replay the micro-batch's experts until the block ends: it must stay open through backward, whose recompute has to
         route the same way. counted: bool [B, T], inputs on which the live choice is compared with the replayed one."""
         for r in self.routers:
+            r.seen = ()
             if micro.experts is not None:
                 r.target = micro.experts[:, :, r.layer].flatten(0, 1).long()  # [B * T, K]
                 r.counted = None if counted is None else (counted.flatten() & (r.target >= 0).all(-1))
@@ -229,7 +251,12 @@ class Replay:
             yield
         finally:
             for r in self.routers:
-                r.target = r.counted = None
+                r.target = r.counted = r.seen = None
+
+    def load(self, micro: MicroBatch) -> torch.Tensor:
+        """Tokens that each expert got in the forward in `experts`, 1 / K for each of a token's K: float64 [routers, E]."""
+        real, seen = micro.real.flatten(), [r.seen for r in self.routers]  # [B * T]; [B * T, K], [B * T, E] each
+        return torch.stack([u[real].flatten().bincount(minlength=p.shape[-1]).double() / u.shape[-1] for u, p in seen])
 
     def expert_metrics(self, micro: MicroBatch) -> dict:
         """experts/replayed (share of token-layers), experts/agreement (since the last call), experts/missing (sampled tokens

@@ -62,6 +62,7 @@ from loss import (
     SEQUENCE_LOSSES,
     adapt_kl,
     aggregate,
+    balance_loss,
     correction,
     counted,
     entropy_bonus,
@@ -189,6 +190,8 @@ class Config:
     """dppo drops a token whose probability has moved by more"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
+    balance_coef: float = 0.0
+    """weight of the load-balance loss of the experts (mixture of experts only)"""
     value_clip: float = 0.2
     """the critic's value moves by no more than this from the one before the update; 0 is off"""
     dual_clip: float = 0.0
@@ -334,6 +337,7 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.max_context > cfg.tokens_per_microbatch, "tokens_per_microbatch max_context", "raise the first"),
         (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
         (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
+        (not cfg.balance_coef >= 0, "balance_coef", "must be positive, or 0 for off"),
         (cfg.is_band[0] > cfg.is_band[1], "is_band", "LO is above HI"),
         (constant != (cfg.loss_length > 0), "loss_agg loss_length", "constant needs a length, the others none"),
         (any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0], "overlong", "0 < BUFFER <= LIMIT, or 0 0"),
@@ -350,7 +354,7 @@ def meaningless(cfg: Config) -> list[tuple]:
     gated, corrected, sequences = cfg.is_level in ("seq", "geo"), cfg.is_level != "off", loss in SEQUENCE_LOSSES
     clipped, rewarded = loss in ("ppo", "gspo", "gspo_token"), kl and not cfg.kl_loss
     critic = cfg.critic_model or cfg.critic_warmup_steps or cfg.bootstrap_truncated
-    plain = loss == "pg" and not kl and not corrected and cfg.epochs == 1
+    plain = loss == "pg" and not kl and not corrected and not cfg.balance_coef and cfg.epochs == 1
     return [
         (gated and cfg.is_mode != "mask", "is_level is_mode", "a gate over whole sequences: set --is_mode mask"),
         (cfg.dual_clip and not clipped, "dual_clip loss", "that loss has no clip to bound: use ppo"),
@@ -364,7 +368,7 @@ def meaningless(cfg: Config) -> list[tuple]:
         (cfg.kl_target and not kl, "kl_target", "it needs a --kl_coef to start from"),
         (kind == "opd" and not cfg.ref_model, "estimator", "it needs a teacher: set --ref_model"),
         (kind == "opd" and not rewarded, "estimator kl_coef", "it learns from the KL alone: set it, no --kl_loss"),
-        (kind == "sft" and not plain, "estimator", "its loss is -log pi: no KL, no correction, one epoch"),
+        (kind == "sft" and not plain, "estimator", "its loss is -log pi: no KL, correction or balance, one epoch"),
         (cfg.ref_model and not kl, "ref_model", "nothing reads it: set a --kl_coef"),
         (kind != "gae" and critic, "estimator critic_model critic_warmup_steps", "it has no critic: use gae"),
         (cfg.reward_weights and kind != "gdpo", "reward_weights estimator", "only gdpo weighs named rewards"),
@@ -398,8 +402,9 @@ def check_inputs(cfg: Config) -> list[dict]:
             config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as e:
             raise ValueError(f"--{flag} {path}: no model there ({str(e).splitlines()[0]})") from None
-    if cfg.replay_experts and not experts_of(config):
-        raise ValueError(f"--replay_experts: --model {cfg.model} is dense, it has no experts to replay; drop the flag")
+    for flag in ("replay_experts", "balance_coef"):
+        if getattr(cfg, flag) and not experts_of(config):
+            raise ValueError(f"--{flag}: --model {cfg.model} is dense, it has no experts; drop the flag")
     try:
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         (Path(cfg.out) / ".writable").touch()
@@ -552,7 +557,7 @@ class Learner:
 def build_policy(cfg: Config, device: str) -> Learner:
     model, mesh = build_model(cfg, device)
     head = Head(model.get_output_embeddings(), entropy_gradient=cfg.entropy_coef != 0)
-    return Learner(Replay(model, cfg.temperature, head), mesh, *build_optimizer(cfg, model))
+    return Learner(Replay(model, cfg.temperature, head, cfg.balance_coef != 0), mesh, *build_optimizer(cfg, model))
 
 
 def build_critic(cfg: Config, device: str) -> Learner | None:
@@ -881,6 +886,7 @@ def score(replay: Replay, micros: list, meter: Meter, temperature: float | None 
         for micro in micros:
             with replay.experts(micro, counted=micro.on_version):
                 logprobs, entropy = replay.forward(micro, temperature)
+                micro.load = replay.load(micro) if replay.watched else None
             meter.add(observe(replay, micro, logprobs, entropy))
 
 
@@ -966,7 +972,7 @@ def check_mass(m: dict[str, float]) -> None:
 def one_forward(cfg: Config) -> bool:
     """Whether the forward of the update can also give the old log-probs, since its ratio is 1 and nothing needs them before."""
     once = cfg.epochs == cfg.minibatches == 1 and cfg.is_denominator == "all"
-    return cfg.estimator == "sft" or once and not (cfg.ref_model or cfg.critic_model)
+    return cfg.estimator == "sft" or once and not (cfg.ref_model or cfg.critic_model or cfg.balance_coef)
 
 
 def policy_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, dict]:
@@ -1010,6 +1016,17 @@ def shares(cfg: Config, batch: dict, part: list) -> tuple[torch.Tensor, torch.Te
     return torch.ones_like(counts), counts.sum()
 
 
+def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
+    """A micro-batch's part of the load-balance loss of its forward, the mean over the layers with experts: a scalar.
+
+    load [routers, E]: that of the whole optimizer step. It was counted before the update, so for every optimizer step of a batch
+    but the first it is the load of the policy that the update began with; the probabilities are those of now.
+    """
+    shape, tokens = (*micro.mask.shape, -1), load.sum(1).tolist()
+    probs = [F.normalize(r.seen[1].float(), 1.0, -1).view(shape) for r in replay.routers]  # [B, T, E] each
+    return torch.stack([balance_loss(p, micro.real, n, t) for p, n, t in zip(probs, load, tokens)]).mean()
+
+
 def learn(
     cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name: str = "", gate=None
 ) -> int:
@@ -1025,13 +1042,19 @@ def learn(
             if total == 0:  # nothing to learn from, on any rank
                 continue
             denominator = cfg.loss_length * size if cfg.loss_agg == "constant" else float(total)
+            if replay.watched:
+                load = torch.stack([m.load for m in part]).sum(0)  # [routers, E]
+                dist.all_reduce(load)
             for micro in part:
                 compared = micro.on_version if micro.old_logprobs is None else None  # [B, T]
                 with replay.experts(micro, compared):  # open through backward
                     losses, metrics = objective(cfg, replay, micro)
                     each = share.to(losses)[micro.rollout]  # [B]
-                    loss = aggregate(losses, micro.weights * each[:, None], micro.mask, denominator)
-                    (loss * world).backward()  # FSDP averages over ranks
+                    loss, extra = aggregate(losses, micro.weights * each[:, None], micro.mask, denominator), 0.0
+                    if replay.watched:
+                        extra = balance(replay, micro, load)
+                        metrics = metrics | {"loss/balance": (extra.detach(), 1 / world / len(part))}
+                    ((loss + cfg.balance_coef * extra) * world).backward()  # FSDP averages over ranks
                 mass = (row_counts(cfg, micro) * each).sum() / float(total)
                 meter.add(metrics | {title: (loss.detach(), 0), f"loss/{name}mass": (mass, 0)})
             meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))

@@ -76,6 +76,11 @@ HAND = {
     "sapo_tau": ("tau [B, T] of the gate of `sapo`", "loss/policy"),
     "dppo_delta": ("dropped tokens, bool [B, T]", "loss/clip_share", "dppo_against_the_old"),
     "entropy_coef": ("losses [B, T]; gives the entropy [B, T] a gradient", "loss/entropy"),
+    "balance_coef": (
+        "`MicroBatch.load` [routers, E]; gates' probabilities [B, T, E]",
+        "loss/balance",
+        "the_balance_of_a_step",
+    ),
     "value_clip": ("the critic's losses [B, T]", "value/clip_share"),
     "dual_clip": ("losses [B, T] of negative advantages", "loss/clip_share", "dual_clip_on_positive"),
     "is_level": ("`weights` [B, T]", "is/weight_mean, is/rejected", "test_correction_is_its_formula"),

@@ -66,6 +66,7 @@ def main(tiny: str, out: str) -> None:
         estimator="grpo", loss="gspo", loss_agg="seq_mean", is_level="geo", is_mode="mask", is_band=(0.1, 9)
     )
     sequences |= dict(entropy_coef=0.01, kl_coef=0.1, kl_loss=True)
+    balance = whole | dict(balance_coef=0.5)
     for name, model, budget, flags in (
         ("dense", "dense", 16384, whole),
         ("dense-many", "dense", 100, whole),
@@ -87,6 +88,10 @@ def main(tiny: str, out: str) -> None:
         ("dense-many-offloaded", "dense", 100, whole | dict(offload="optimizer")),
         ("dense-adapted-offloaded", "dense", 16384, whole | dict(lora_rank=4, offload="optimizer")),
         ("critic-tied-offloaded", "tied", 100, dict(estimator="gae", kl_coef=0.1, offload="optimizer")),
+        ("moe-balance", "moe", 16384, balance),
+        ("moe-balance-many", "moe", 100, balance),
+        ("moe-balance-again", "moe", 100, balance | dict(checkpoint_activations=True)),
+        ("moe-balance-ep-1", "moe", 100, balance | dict(ep=1)),
     ):
         job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, flags)
     exchanged(f"{tiny}/dense", out)
@@ -102,7 +107,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         max_context=100,
         minibatches=1,
         max_grad_norm=1e9,
-        **dict(is_level="token", is_mode="clip", is_band=(0.5, 2.0), ep=world if "moe" in model_name else 1) | flags,
+        **dict(ep=world if "moe" in model_name else 1, is_level="token", is_mode="clip", is_band=(0.5, 2.0)) | flags,
     )
     train.validate(cfg, world)
     model, mesh = train.build_model(cfg, "cpu")
@@ -113,7 +118,8 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
             sharded = isinstance(p, dist.tensor.DTensor)
             p.data.copy_(dist.tensor.distribute_tensor(value, p.device_mesh, p.placements) if sharded else value)
     start, policies = {n: full(p) for n, p in names(model)}, homes(model)
-    replay = Replay(model, 1.0, critic or Head(model.get_output_embeddings(), cfg.entropy_coef != 0))
+    head = critic or Head(model.get_output_embeddings(), cfg.entropy_coef != 0)
+    replay = Replay(model, 1.0, head, cfg.balance_coef != 0)
     gradients = {}
 
     class Keep(torch.optim.SGD):
@@ -156,6 +162,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         micro.values = torch.sin(micro.tokens.float()) / 2 if critic else None
         with torch.no_grad(), replay.experts(micro):
             micro.old_logprobs = micro.behaviour_logprobs + 0.1 if critic else replay.forward(micro)[0]
+            micro.load = replay.load(micro) if replay.watched else None
     train.credit(cfg, batch, micros, meter)
     for micro in micros:
         meter.add(train.weigh(cfg, micro))

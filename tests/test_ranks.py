@@ -69,6 +69,21 @@ def test_activations_computed_again_in_backward_give_the_same_gradient(result, m
         same(result(model, 1), result(f"{model}-again", world), f"{model} computed again on {world} ranks")
 
 
+def test_the_load_balance_of_experts_is_that_of_all_ranks_and_micro_batches(result):
+    """Of one rank in one micro-batch: with EP 2, without, and with activations computed again; one of two ranks has a
+    micro-batch without rows."""
+    one = result("moe-balance", 1)
+    for name in ("moe-balance", "moe-balance-many", "moe-balance-again", "moe-balance-ep-1"):
+        for world in (1, 2):
+            other = result(name, world)
+            same(one, other, f"{name} on {world} ranks")
+            assert other["metrics"]["loss/balance"] == pytest.approx(one["metrics"]["loss/balance"], rel=1e-6)
+    plain = result("moe", 1)
+    for name, gradient in one["gradients"].items():
+        if name.endswith("gate.weight"):
+            assert (gradient - plain["gradients"][name]).norm() > 0.1 * gradient.norm(), name
+
+
 @pytest.mark.parametrize("model", ["dense-adapted", "moe-adapted"])
 def test_two_ranks_give_the_adapters_of_one_and_send_the_same_sums(result, model):
     one, two = result(model, 1), result(model, 2)

@@ -379,7 +379,14 @@ def test_with_one_forward_a_gate_stops_the_run_before_the_optimizer_does_anythin
 
 @pytest.mark.parametrize(
     "flags",
-    [dict(epochs=2), dict(minibatches=2), dict(is_denominator="kept"), dict(ref_model="x"), dict(critic_model="x")],
+    [
+        dict(epochs=2),
+        dict(minibatches=2),
+        dict(is_denominator="kept"),
+        dict(ref_model="x"),
+        dict(critic_model="x"),
+        dict(balance_coef=0.1),
+    ],
 )
 def test_what_needs_old_log_probs_before_the_update_has_them_computed_before(flags):
     assert train.one_forward(train.Config(minibatches=1))

@@ -45,6 +45,9 @@ from train import (
         (dict(is_level="seq", is_mode="trunc"), "--is_level seq.*--is_mode mask"),
         (dict(is_band=(2.0, 1.0)), "--is_band 2.0 1.0"),
         (dict(dual_clip=0.5), "--dual_clip 0.5"),
+        (dict(balance_coef=-0.1), "--balance_coef -0.1"),
+        (dict(balance_coef=math.nan), "--balance_coef nan"),
+        (dict(balance_coef=0.1, estimator="sft"), "--estimator sft: .*no KL, correction or balance"),
         (dict(loss_agg="constant"), "--loss_length"),
         (dict(loss_length=5), "--loss_length 5"),
         (dict(is_level="geo", is_mode="clip"), "--is_level geo --is_mode clip.*--is_mode mask"),
@@ -133,12 +136,13 @@ def test_bad_files_are_refused_before_any_process_starts(tmp_path, tiny):
         (dict(model=str(tmp_path / "nope")), "--model .*there is no such folder"),
         (dict(model=str(tmp_path)), "--model .*no model there"),
         (dict(replay_experts=True), "--replay_experts: .* is dense"),
+        (dict(balance_coef=0.1), "--balance_coef: .* is dense"),
         (dict(out=str(tmp_path / "file" / "out")), "--out .* cannot be written"),
         (dict(resume=True), "--resume: .* has no checkpoint"),
     ):
         with pytest.raises(ValueError, match=f"(?s){words}"):
             check_inputs(dataclasses.replace(good, **flags))
-    check_inputs(dataclasses.replace(good, model=f"{tiny}/moe", replay_experts=True))
+    check_inputs(dataclasses.replace(good, model=f"{tiny}/moe", replay_experts=True, balance_coef=0.1))
     (tmp_path / "out" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="--out .* holds a run already: add --resume"):
         check_inputs(good)
@@ -264,6 +268,7 @@ class Scorer:
 
     def __init__(self, factor=1.0):
         self.model, self.head, self.factor = torch.nn.Linear(1, 1, bias=False), None, factor
+        self.watched = False
         torch.nn.init.constant_(self.model.weight, -1.0)
 
     def experts(self, micro, counted=None):
