@@ -22,6 +22,7 @@ import shlex
 import signal
 import sys
 import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,25 +123,17 @@ class CommandAgent(ChatAgent):
         keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "HOSTED_VLLM_API_KEY")
         own = {"INSTAR_PROMPT": prompt, "INSTAR_MODEL": task.model, "ANTHROPIC_MODEL": task.model}
         quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        env = os.environ | urls | dict.fromkeys(keys, task.api_key) | own | quiet
+        apart = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                cwd=folder,
-                env=os.environ | urls | dict.fromkeys(keys, task.api_key) | own | quiet,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=env, **apart)
             try:
                 output = (await process.communicate())[0].decode(errors="replace")
             finally:  # at a time limit too: whatever it started ends with it
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            if process.returncode:
-                raise RuntimeError(
-                    f"--agent_cmd ended with exit code {process.returncode}; its output ends:\n{output[-2000:]}"
-                )
+            if code := process.returncode:
+                raise RuntimeError(f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}")
             return await asyncio.to_thread(self.reward, prompt, task.label, output, folder)
 
 
@@ -157,9 +150,7 @@ class Segment:
     logprobs: np.ndarray  # float32 [T], behaviour log-probs after temperature; 0.0 where mask is False
     versions: np.ndarray  # int32 [T], policy version that sampled the token; -1 where mask is False
     experts: np.ndarray | None = None  # uint8 or uint16 [T, L, K], experts chosen when tokens[t] was the input
-    experts_ok: np.ndarray | None = (
-        None  # bool [T], False where no row was captured, as for a last token never fed back
-    )
+    experts_ok: np.ndarray | None = None  # bool [T], False where none were captured, as for a last token never fed back
     replies: list[tuple[int, int, bytes]] = field(default_factory=list)  # (start, end, digest) of each engine reply
     group_id: int = -1
     rollout_id: int = -1
@@ -213,16 +204,9 @@ class Trace:
     """One sequence that only grows: the prompt, then replies and what the environment put between them."""
 
     def __init__(self, opening: list[int]):
-        self.tokens, self.mask, self.logprobs, self.versions = list(opening), [], [], []
+        self.tokens, self.mask, self.logprobs, self.versions = [], [], [], []
         self.experts, self.replies = [], []
-        self._pad()
-
-    def _pad(self) -> None:
-        """Context is not the policy's: no mask, no log-prob, no version."""
-        n = len(self.tokens) - len(self.mask)
-        self.mask += [False] * n
-        self.logprobs += [0.0] * n
-        self.versions += [-1] * n
+        self.context(opening)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -232,23 +216,23 @@ class Trace:
         return sum(len(e) for e in self.experts)
 
     def context(self, ids: list[int]) -> None:
-        """Append tokens that the policy did not sample."""
+        """Append tokens that are not the policy's: no mask, no log-prob, no version."""
         self.tokens += ids
-        self._pad()
+        self.mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
 
     def reply(self, r: Reply, owned: bool = True) -> None:
         """Append an engine's reply exactly as it was sampled; one that another row owns is context here."""
-        start = len(self.tokens)
         if r.experts is not None:
             self.experts.append(r.experts)
         if not owned:
             return self.context(r.tokens.tolist())
+        self.replies.append((len(self), len(self) + len(r.tokens), r.digest))
         self.tokens += r.tokens.tolist()
         self.mask += [True] * len(r.tokens)
         self.logprobs += r.logprobs.tolist()
         self.versions += r.versions.tolist()
-        self.replies.append((start, len(self.tokens), r.digest))
-        return None
 
     def segment(self, result: Result, group_id: int, rollout_id: int) -> Segment:
         """The training row, up to the last sampled token."""
@@ -291,9 +275,8 @@ def load(path: str, name: str, flag: str) -> Any:
     spec.loader.exec_module(module)
     kind, right = ("class", type) if name == "Agent" else ("function", Callable)
     if not isinstance(found := getattr(module, name, None), right):
-        raise AttributeError(
-            f"{flag} {path}: the file has no {kind} named {name}; define one, or import one under that name"
-        )
+        lack = f"the file has no {kind} named {name}; define one, or import one under that name"
+        raise AttributeError(f"{flag} {path}: {lack}")
     return found
 
 
@@ -326,11 +309,8 @@ class Agent(Env):
 if __name__ == "__main__":
     question = sys.argv[1] if len(sys.argv) > 1 else "What is 17+25-8?"
     env, done = Agent(), False
-    print(
-        env.reset(Task([{"role": "user", "content": question}], label=eval(re.sub(r"[^-+*\d]", "", question))))[0][
-            "content"
-        ]
-    )
+    env.reset(Task([{"role": "user", "content": question}], label=eval(re.sub(r"[^-+*\d]", "", question))))
+    print(question)
     while not done:
         observation, reward, done, info = env.step(input("> "))
         print(observation if not done else f"reward {reward}, {info}")
