@@ -28,6 +28,7 @@ import socket
 import time
 import uuid
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -334,16 +335,14 @@ def _request(wire: str, body: Fields, headers, turns: list[In | As], form: Field
     asked |= {k: body[k] for k in ("logprobs", "top_logprobs", "logit_bias") if body.get(k) is not None}
     retry = {k.lower(): v for k, v in headers.items()}.get("x-stainless-retry-count", "")
     retry = int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0
-    choice = body.read("tool_choice", str, dict) or body.read("function_call", str, dict)
-    named = choice if isinstance(choice, dict) else Fields({})
-    choice = choice if isinstance(choice, str) else choice.read("type") or "function"
+    choice = body.read("tool_choice", str, dict) or body.read("function_call", str, dict) or "auto"
+    named = choice if isinstance(choice, dict) else Fields({"type": choice})
     req = Request(wire, body.read("model"), turns, asked, body.read("stream", bool), retry, previous=previous)
-    req.tools, req.tool_choice = _tools(body.each("tools") + body.each("functions")), CHOICES.get(choice, "auto")
+    req.tools = [*_tools(body.each("tools") + body.each("functions"))]
+    req.tool_choice = CHOICES.get(named.read("type") or "function", "auto")
     req.forced = named.read("name") or named.read("function", dict).read("name")
     if form.read("type") in ("json_schema", "json_object"):
-        req.schema = (
-            form.read("json_schema", dict).read("schema", dict) or form.read("schema", dict) or {"type": "object"}
-        )
+        req.schema = (form.read("json_schema", dict) or form).read("schema", dict) or {"type": "object"}
     req.max_tokens = body.count("max_completion_tokens") or body.count("max_output_tokens") or body.count("max_tokens")
     req.stop = [s for s in body.each("stop", str) + body.each("stop_sequences", str) if s]
     return req
@@ -354,10 +353,10 @@ def _turns(body: Fields, key: str, read, past: deque | None) -> list[In | As]:
     are taken as they are, and only the rest is read."""
     raw = marshal.dumps(body.get(key), 2)[5:]  # the entries one after the other, behind the list's kind and length
     if past is None or type(body.get(key)) is not list:
-        return read(body.each(key))
+        return [*read(body.each(key))]
     known = [(n, turns) for wire, old, n, turns in past if wire is read and raw.startswith(old)]
     n, turns = max(known, key=lambda k: k[0], default=(0, []))
-    turns = turns + read(body.each(key, start=n))
+    turns = [*turns, *read(body.each(key, start=n))]
     if turns and isinstance(turns[-1], In):  # more may be said to an unfinished turn of the assistant
         past.append((read, raw, len(body[key]), turns))
     return turns
@@ -370,16 +369,14 @@ def _role(message: Fields, roles: dict) -> str:
     return roles[role]
 
 
-def _tools(tools: list[Fields], namespace: str = "") -> list[dict]:
+def _tools(tools: list[Fields], namespace: str = "") -> Iterator[dict]:
     """Function schemas of any wire's tools. What a provider hosts (web search and the like) is dropped."""
-    found = []
     for tool in tools:
         kind = tool.read("type") or "function"
         if kind == "namespace" and not namespace:
-            found += _tools(tool.each("tools"), tool.read("name"))
+            yield from _tools(tool.each("tools"), tool.read("name"))
         elif kind == "function" or "input_schema" in tool:
-            found.append(_schema(tool.read("function", dict) or tool, namespace))
-    return found
+            yield _schema(tool.read("function", dict) or tool, namespace)
 
 
 def _schema(tool: Fields, namespace: str) -> dict:
@@ -452,13 +449,11 @@ def _call(function: Fields, id_: str) -> Call:
     return Call(id_, name, raw if isinstance(raw, str) else raw.dump(), function.read("namespace"))
 
 
-def _chat_turns(messages: list[Fields]) -> list[In | As]:
-    turns = []
+def _chat_turns(messages: list[Fields]) -> Iterator[In | As]:
     for m in messages:
         role = _role(m, CHAT_ROLES)
         call = m.read("tool_call_id") if role == "tool" else ""
-        turns.append(_reply(_chat_parts(m)) if role == "assistant" else _input(role, m.each("content"), call))
-    return turns
+        yield _reply(_chat_parts(m)) if role == "assistant" else _input(role, m.each("content"), call)
 
 
 def _chat_parts(m: Fields) -> list[Fields]:
@@ -469,14 +464,13 @@ def _chat_parts(m: Fields) -> list[Fields]:
     return [Fields(message, m.where), *(Fields(c | {"type": "function"}, c.where) for c in calls)]
 
 
-def _response_turns(items: list[Fields]) -> list[In | As]:
+def _response_turns(items: list[Fields]) -> Iterator[In | As]:
     """Adjacent items of the assistant become one turn. Items of hosted tools and of unknown types are left out."""
-    turns, said, heard = [], ("reasoning", "function_call", "custom_tool_call"), ("", "message", "item_reference")
+    said, heard = ("reasoning", "function_call", "custom_tool_call"), ("", "message", "item_reference")
     items = [i for i in items if i.read("type") in said + heard or i.read("type").endswith("_call_output")]
     for reply, run in groupby(items, lambda i: i.read("type") in said or i.read("role") == "assistant"):
         run = list(run)
-        turns += [_reply(run)] if reply else map(_response_input, run)
-    return turns
+        yield from [_reply(run)] if reply else map(_response_input, run)
 
 
 def _response_input(item: Fields) -> In:
@@ -487,12 +481,10 @@ def _response_input(item: Fields) -> In:
     return _input(_role(item, ROLES), item.each("content"))
 
 
-def _message_turns(messages: list[Fields]) -> list[In | As]:
-    turns = []
+def _message_turns(messages: list[Fields]) -> Iterator[In | As]:
     for m in messages:
         role, blocks = _role(m, ROLES), m.each("content")
-        turns += [_reply(blocks)] if role == "assistant" else _message_inputs(role, blocks)
-    return turns
+        yield from [_reply(blocks)] if role == "assistant" else _message_inputs(role, blocks)
 
 
 def _message_inputs(role: str, blocks: list[Fields]) -> list[In]:

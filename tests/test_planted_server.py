@@ -46,7 +46,7 @@ def one_place_for_all(self, req):
 def remembered_by_length(body, key, read, past):
     """A history is taken for the one before as far as that went, whatever it says."""
     n, turns = past[-1][2:] if past else (0, [])
-    turns = turns + read(body.each(key, start=n)) if n < len(body[key]) else read(body.each(key))
+    turns = [*turns, *read(body.each(key, start=n))] if n < len(body[key]) else [*read(body.each(key))]
     if past is not None and turns and isinstance(turns[-1], In):
         past.append((read, b"", len(body[key]), turns))
     return turns
