@@ -30,7 +30,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 
 import uvicorn
@@ -54,9 +54,8 @@ class Chat:
         special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
         self.special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self.ends = re.compile(rf"(?:{self.special.pattern})+\Z")  # the end-of-turn token behind a reply
-        self.recent = lru_cache(256)(
-            lambda text, plain: tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain))
-        )
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        self.recent = lru_cache(256)(lambda text, plain: tuple(encode(text, split_special_tokens=plain)))
         self.longest = max(map(len, tokenizer.get_vocab()))  # characters of one token, at most
         user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         system, tool = {"role": "system", "content": "c"}, {"role": "tool", "content": "d", "tool_call_id": CALL}
@@ -114,11 +113,8 @@ class Chat:
 
     def spelled(self, call: "Call") -> dict | str:
         """A call's arguments as the template takes them: most dump an object themselves."""
-        try:
-            value = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError):
-            return call.arguments
-        return value if self.arguments is dict and isinstance(value, dict) else call.arguments
+        value = _object(call.arguments) if self.arguments is dict else None
+        return call.arguments if value is None else value
 
     def plain(self, value):
         """A JSON value in which the characters of a special token are marked, so that `encode` makes no such token of them."""
@@ -131,13 +127,12 @@ class Chat:
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """Text of a prompt, up to where the policy begins to speak. Raises BadRequest where the template refuses it."""
         tools = self.plain(tools) if tools else None
-        try:
-            return self._render(self.plain(self.fit(messages)), tools)
-        except Exception:  # whatever a template raises
+        for bare in (False, True):
             try:
-                return self._render(self.plain(self.fit(messages, bare=True)), tools)
-            except Exception as e:
-                raise BadRequest(f"the chat template of --model refuses these messages: {e}") from e
+                return self._render(self.plain(self.fit(messages, bare)), tools)
+            except Exception as e:  # whatever a template raises
+                refused = e
+        raise BadRequest(f"the chat template of --model refuses these messages: {refused}") from refused
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Rollouts of one prompt share their texts, so the latest are kept."""
@@ -307,9 +302,8 @@ def read_responses(body, headers, past: deque | None = None) -> Request:
         raise BadRequest("conversation is not supported: send the items, or previous_response_id")
     text = body.get("input")
     turns = [In("user", text)] if isinstance(text, str) else _turns(body, "input", _response_turns, past)
-    req = _request("responses", body, headers, turns, body.read("text", dict).read("format", dict))
-    instructions = body.read("instructions")
-    req.turns = [In("system", instructions), *req.turns] if instructions else req.turns
+    system = In("system", body.read("instructions"))
+    req = _request("responses", body, headers, turns, body.read("text", dict).read("format", dict), system)
     req.include_encrypted = "reasoning.encrypted_content" in body.each("include", str)
     return req
 
@@ -320,14 +314,12 @@ def read_messages(body, headers, past: deque | None = None) -> Request:
     if body.get("thread") not in (None, False):
         raise BadRequest("thread is not supported: send the whole history", "thread_unsupported_request")
     turns = _turns(body, "messages", _message_turns, past)
-    req = _request("messages", body, headers, turns, body.read("output_config", dict).read("format", dict))
     system = _input("system", [p for p in body.each("system") if not _text(p).startswith(BILLING)])
-    req.turns = [system, *req.turns] if system.text else req.turns
-    return req
+    return _request("messages", body, headers, turns, body.read("output_config", dict).read("format", dict), system)
 
 
-def _request(wire: str, body: Fields, headers, turns: list[In | As], form: Fields) -> Request:
-    """What all wires share, or name apart. form: the format that the reply is wanted in."""
+def _request(wire: str, body: Fields, headers, turns: list, form: Fields, system: In | None = None) -> Request:
+    """What all wires share, or name apart. form: the format that the reply is wanted in; system: what stands before turns."""
     previous = body.read("previous_response_id")
     if not turns and not previous:
         raise BadRequest(f"{'input' if wire == 'responses' else 'messages'} must not be empty")
@@ -337,6 +329,7 @@ def _request(wire: str, body: Fields, headers, turns: list[In | As], form: Field
     retry = int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0
     choice = body.read("tool_choice", str, dict) or body.read("function_call", str, dict) or "auto"
     named = choice if isinstance(choice, dict) else Fields({"type": choice})
+    turns = [system, *turns] if system and system.text else turns
     req = Request(wire, body.read("model"), turns, asked, body.read("stream", bool), retry, previous=previous)
     req.tools = [*_tools(body.each("tools") + body.each("functions"))]
     req.tool_choice = CHOICES.get(named.read("type") or "function", "auto")
