@@ -1115,6 +1115,7 @@ def _message_events(body: dict):
 READERS = {"chat/completions": read_chat, "responses": read_responses, "messages": read_messages}
 LARGEST = 64 << 20  # bytes of a body; a turn of a coding agent starts at 80 kB
 ALIVE = 5.0  # seconds between two keep-alives
+RETRIES = {410: [(b"x-should-retry", b"false")], 503: [(b"retry-after", b"1")]}  # headers that SDKs go by
 
 
 class Server:
@@ -1155,18 +1156,13 @@ class Server:
         parts = scope["path"].strip("/").split("/")
         key, parts = (parts[1], parts[2:]) if parts[0] == "r" and len(parts) > 1 else ("", parts)
         route = "/".join(parts[1:] if parts[:1] == ["v1"] else parts)
-        wire = "messages" if route.startswith("messages") else "responses" if route == "responses" else "chat"
+        wire = "messages" if route.startswith("messages") else "chat"
         try:
             await self._route(scope["method"], route, key, headers, receive, send)
-        except BadRequest as e:
-            status, message, code = e.status, str(e), e.error_code
         except Exception as e:
-            # the engine's fault: nothing was recorded, and a retry is welcome
-            status, message, code = 503, f"the engine could not answer: {type(e).__name__}: {e}", ""
-        else:
-            return
-        stop = [(b"x-should-retry", b"false")] if status == 410 else [(b"retry-after", b"1")] if status == 503 else []
-        await self._send(send, status, error(wire, status, message, code), stop)
+            if not isinstance(e, BadRequest):  # the engine's fault: nothing was recorded, and a retry is welcome
+                e = BadRequest(f"the engine could not answer: {type(e).__name__}: {e}", status=503)
+            await self._send(send, e.status, error(wire, e.status, str(e), e.error_code), *RETRIES.get(e.status, ()))
 
     async def _route(self, method: str, route: str, key: str, headers: dict, receive, send) -> None:
         if method in ("GET", "HEAD") and route in ("", "health"):
@@ -1208,16 +1204,13 @@ class Server:
         return model if "/" in route else dict(object="list", data=[model]) | ends
 
     async def _body(self, receive):
-        chunks, size, more = [], 0, True
+        raw, more = bytearray(), True
         while more:
             event = await receive()
-            if event["type"] == "http.disconnect":
-                raise BadRequest("the connection closed inside the body")
-            chunks.append(event.get("body", b""))
-            size, more = size + len(chunks[-1]), event.get("more_body", False)
-            if size > LARGEST:
+            raw += event.get("body", b"")
+            more = event.get("more_body", False)  # where the connection closed, what came of the body is no JSON
+            if len(raw) > LARGEST:
                 raise BadRequest(f"the body is larger than {LARGEST >> 20} MB", "request_too_large", 413)
-        raw = b"".join(chunks)
         try:
             body = json.loads(raw)
             if re.search(rb"\\u[dD][89a-fA-F]", raw):  # half a character, as programs leave that cut texts
@@ -1239,15 +1232,13 @@ class Server:
                 if gone in done:
                     return
                 if not done and req.stream:
-                    frames = [stream.alive()] if begun else stream.start()
-                    await self._frames(send, frames, not begun)
+                    await self._frames(send, [stream.alive()] if begun else stream.start(), not begun)
                     begun = True
-            if broken := [n.task for n in nodes if n.task.cancelled() or n.task.exception()]:
+            ended = BadRequest("this rollout has ended", status=410)
+            if broken := [e for n in nodes if (e := ended if n.task.cancelled() else n.task.exception())]:
                 if begun:
                     return  # no wire has a good word for it: the stream breaks off, and the client tries again
-                raise (
-                    BadRequest("this rollout has ended", status=410) if broken[0].cancelled() else broken[0].exception()
-                )
+                raise broken[0]
             answers = [forest.shown(n) for n in nodes]
             if req.stream:
                 await self._frames(send, [*([] if begun else stream.start()), *stream.finish(answers)], not begun)
@@ -1267,7 +1258,7 @@ class Server:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": "".join(frames).encode(), "more_body": True})
 
-    async def _send(self, send, status: int, body: dict, headers=()) -> None:
+    async def _send(self, send, status: int, body: dict, *headers: tuple) -> None:
         data = json.dumps(body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode()), *headers]
         await send({"type": "http.response.start", "status": status, "headers": headers})
