@@ -28,7 +28,7 @@ import socket
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -586,9 +586,7 @@ class Node:
     turn: As | None = None  # the reply as a client gets it
     finish: str = ""  # "stop", "length" or "stop_string"
     stop: str = ""  # the stop string that ended it
-    grammar: dict | None = (
-        None  # what the engine kept the reply to: log-probs of a masked distribution, not the policy's
-    )
+    grammar: dict | None = None  # what the engine kept the reply to; its log-probs are not the policy's then
     reasoned: bool = False  # a reply of the path holds reasoning
     listeners: int = 0  # connections that wait for it
     delivered: bool = False  # one of them got it to the last byte
@@ -616,30 +614,21 @@ class Node:
         return self.whole or [i for n in self.path() for part in (n.tokens, n.reply.tokens.tolist()) for i in part]
 
 
+@dataclass(eq=False, repr=False)
 class Forest:
-    """The requests of one rollout. Nothing is locked while a reply is sampled; equal requests that run at once are siblings.
+    """The requests of one rollout. Nothing is locked while a reply is sampled; equal requests that run at once are siblings."""
 
-    generate: coroutine (ids, max_tokens, known, stop, grammar) -> Reply; parse: (text, tools) -> (reasoning or None, text, calls),
-    each call (the model's own id or "", name, arguments); sampling: the run's own values of what clients may ask for; grammar:
-    Request -> what its forced call or JSON schema is for the engine, or None; preserve: go on from the sampled ids also where
-    the template would rewrite the past.
-    """
+    chat: Chat
+    generate: Callable  # coroutine (ids, max_tokens, known, stop, grammar) -> Reply
+    parse: Callable  # (text, tools) -> (reasoning or None, text, calls), a call (the model's own id or "", name, arguments)
+    max_tokens: int
+    max_context: int
+    sampling: dict  # the run's own values of what clients may ask for
+    max_turns: float = math.inf
+    grammar: Callable = lambda req: None  # Request -> what its forced call or JSON schema is for the engine, or None
+    preserve: bool = False  # go on from the sampled ids also where the template would rewrite the past
 
-    def __init__(
-        self,
-        chat,
-        generate,
-        parse,
-        max_tokens: int,
-        max_context: int,
-        sampling: dict,
-        max_turns=math.inf,
-        grammar=lambda req: None,
-        preserve=False,
-    ):
-        self.chat, self.generate, self.parse, self.max_turns = chat, generate, parse, max_turns
-        self.grammar, self.preserve = grammar, preserve
-        self.max_tokens, self.max_context, self.sampling = max_tokens, max_context, sampling
+    def __post_init__(self):
         self.places: dict[tuple, list[Node]] = {}
         self.past, self.matched = deque(maxlen=RECENT), deque(maxlen=RECENT)  # of the latest requests: _turns, attach
         self.tools: dict[str, list[dict]] = {}
