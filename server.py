@@ -207,6 +207,7 @@ class As:
     reasoning: str | None
     calls: tuple[Call, ...]
     anchors: tuple[str, ...]
+    role = "assistant"
 
 
 @dataclass
@@ -350,7 +351,7 @@ def _turns(body: Fields, key: str, read, past: deque | None) -> list[In | As]:
     known = [(n, turns) for wire, old, n, turns in past if wire is read and raw.startswith(old)]
     n, turns = max(known, key=lambda k: k[0], default=(0, []))
     turns = [*turns, *read(body.each(key, start=n))]
-    if turns and isinstance(turns[-1], In):  # more may be said to an unfinished turn of the assistant
+    if turns and turns[-1].role != "assistant":  # more may be said to an unfinished turn of the assistant
         past.append((read, raw, len(body[key]), turns))
     return turns
 
@@ -641,7 +642,8 @@ class Forest:
         """The node that the request's history ends with, and the place of its own node."""
         if req.previous:
             self._expand(req)
-        if req.turns and isinstance(req.turns[-1], As) and self._broken(req.turns[-1]):
+        last = req.turns[-1]
+        if last.role == "assistant" and any(a in self.anchors and not self.anchors[a].delivered for a in last.anchors):
             req.turns = req.turns[:-1]  # what a client kept of a reply whose stream broke: it asks for the whole again
         tools = hashlib.sha256(json.dumps(req.tools).encode()).hexdigest() if req.tools else ""
         req.tools = self.tools.setdefault(tools, req.tools)  # one copy, not one of each turn
@@ -650,7 +652,7 @@ class Forest:
         old, _, node, since = max(same, key=lambda m: len(m[0]), default=((), "", None, ()))
         since = list(since)
         for at, turn in enumerate(req.turns[len(old) :], len(old) + 1):
-            if isinstance(turn, As):
+            if turn.role == "assistant":
                 # the last turn is never matched: a client that sends one begins the reply itself
                 place = (node.id if node else "", tools, tuple(since))
                 if at < len(req.turns) and (found := self._child(place, turn)):
@@ -658,7 +660,7 @@ class Forest:
                     continue
                 turn = replace(turn, anchors=())  # what is foreign here is told by its words alone
             since.append(turn)
-        if req.turns and isinstance(req.turns[-1], In):
+        if req.turns[-1].role != "assistant":
             self.matched.append((req.turns, tools, node, since))
         return node, (node.id if node else "", tools, tuple(since))
 
@@ -675,25 +677,21 @@ class Forest:
             self.counts[f"server/echo_{TIERS[rank[0]]}"] += 1
         return best
 
-    def _broken(self, turn: As) -> bool:
-        return any(a in self.anchors and not self.anchors[a].delivered for a in turn.anchors)
-
     def _expand(self, req: Request) -> None:
         """Put the history of previous_response_id before the new items; the instructions are this request's own."""
         node = self.anchors.get(req.previous)
         if not node:
             code = "previous_response_not_found"
             raise BadRequest(f"previous_response_id {req.previous} is not known to this rollout", code)
-        own = [t for t in req.turns[:1] if isinstance(t, In) and t.role == "system"]
-        old = node.history()
-        if own and isinstance(old[0], In) and old[0].role == "system":
+        own, old = [t for t in req.turns[:1] if t.role == "system"], node.history()
+        if own and old[0].role == "system":
             old = old[1:]
         req.turns = [*own, *old, *req.turns[len(own) :]]
 
     def answer(self, req: Request) -> list[Node]:
         """Nodes that answer a request, `req.n` of them; done, or running with their `task`. Raises BadRequest."""
         node, place = self.attach(req)
-        if any(t.images for t in place[2] if isinstance(t, In) and t.role != "tool"):
+        if any(t.images for t in place[2] if t.role in ("system", "user")):
             raise BadRequest("this model reads text only: the request holds an image")
         if node:
             node.acked = True
@@ -745,34 +743,33 @@ class Forest:
 
     def _prompt(self, parent: Node | None, since: tuple, req: Request) -> tuple[Node | None, list[int]]:
         """(node whose ids come first, ids behind them). Without such a node all is rendered, as context."""
-        opened = isinstance(since[-1], As)  # the client began the reply itself
+        opened = since[-1].role == "assistant"  # the client began the reply itself
         begun = self.chat.encode(self.chat.plain(since[-1].text)) if opened else []
+        end = -1 if opened else None
         if parent:
-            system = isinstance(req.turns[0], In) and req.turns[0].role == "system"
-            new = [self.message(t) for t in (since[:-1] if opened else since)]
+            new = [self.message(t) for t in since[:end]]
+            system = req.turns[0].role == "system"
             ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, parent.reasoned)
             self.counts["server/rewritten"] += not kept
             if kept or self.preserve:
                 return parent, ids + begun
-        turns = req.turns[:-1] if opened else req.turns
-        return None, self.chat.opening([self.message(t) for t in turns], req.tools) + begun
+        return None, self.chat.opening([self.message(t) for t in req.turns[:end]], req.tools) + begun
 
     def message(self, turn: In | As) -> dict:
         """A turn as chat templates take it. Tool calls get the ids that the model itself gave, or short ones."""
-        if isinstance(turn, In):
-            if turn.role != "tool":
-                return {"role": turn.role, "content": turn.text}
-            id_, name = self.calls.get(turn.call, (short(turn.call), ""))
+        message = {"role": turn.role, "content": turn.text}
+        if turn.role == "tool":
             # a tool's picture is no reason to end a run
-            text = "\n".join(filter(None, [turn.text, *["[an image, which this model cannot see]"] * len(turn.images)]))
-            return {"role": "tool", "content": text, "tool_call_id": id_} | ({"name": name} if name else {})
-        message = {"role": "assistant", "content": turn.text}
-        if turn.reasoning:
-            message["reasoning_content"] = turn.reasoning
-        if turn.calls:
+            pictures = ["[an image, which this model cannot see]"] * len(turn.images)
+            id_, name = self.calls.get(turn.call, (short(turn.call), ""))
+            message |= {"content": "\n".join(filter(None, [turn.text, *pictures])), "tool_call_id": id_}
+            message |= {"name": name} if name else {}
+        if turn.role == "assistant":
+            message |= {"reasoning_content": turn.reasoning} if turn.reasoning else {}
             ids = [self.calls.get(c.id, (short(c.id),))[0] for c in turn.calls]
             functions = [{"name": c.name, "arguments": self.chat.spelled(c)} for c in turn.calls]
-            message["tool_calls"] = [dict(id=i, type="function", function=f) for i, f in zip(ids, functions)]
+            calls = [dict(id=i, type="function", function=f) for i, f in zip(ids, functions)]
+            message |= {"tool_calls": calls} if calls else {}
         return message
 
     async def _sample(self, node: Node, ids: list[int], limit: int) -> None:
