@@ -666,15 +666,14 @@ class Forest:
 
     def _child(self, place: tuple, echo: As) -> Node | None:
         """The node of this place that the echoed turn shows, if any."""
-        best, rank = None, ()
-        for at, node in enumerate(self.places.get(place, ())):
-            tier = same_turn(echo, node.turn) if node.turn else None
-            if tier in TIERS:
+        ranks = {}
+        for node in reversed(self.places.get(place, ())):  # of equal ones the newest
+            if node.turn and (tier := same_turn(echo, node.turn)) in TIERS:
                 anchored = not set(echo.anchors).isdisjoint(node.turn.anchors)
-                order = (TIERS.index(tier), anchored, node.acked, node.delivered, at)
-                best, rank = max((best, rank), (node, order), key=lambda pair: pair[1])
+                ranks[node] = (TIERS.index(tier), anchored, node.acked, node.delivered)
+        best = max(ranks, key=ranks.get, default=None)
         if best:
-            self.counts[f"server/echo_{TIERS[rank[0]]}"] += 1
+            self.counts[f"server/echo_{TIERS[ranks[best][0]]}"] += 1
         return best
 
     def _expand(self, req: Request) -> None:
