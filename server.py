@@ -275,13 +275,6 @@ class Fields(dict):
             raise BadRequest(f"{key} must be at least 1")
         return self.get(key)
 
-    def dump(self) -> str:
-        """Its JSON."""
-        try:
-            return json.dumps(self, ensure_ascii=False)
-        except RecursionError as e:
-            raise BadRequest(f"{self.where} is nested too deeply") from e
-
 
 def read_chat(body, headers, past: deque | None = None) -> Request:
     """Request of a Chat Completions body (parsed JSON) and its headers (a mapping). Raises BadRequest.
@@ -386,7 +379,7 @@ def _text(part: Fields) -> str:
     """The text of a part, none of an image. A kind without text stays as its JSON, so that nothing is lost."""
     if not part or "text" in part or part.read("type") in IMAGES:
         return part.read("text")
-    return Fields({k: v for k, v in part.items() if v is not None and k != "cache_control"}, part.where).dump()
+    return json.dumps({k: v for k, v in part.items() if v is not None and k != "cache_control"}, ensure_ascii=False)
 
 
 def _image(part: Fields) -> str:
@@ -440,7 +433,8 @@ def _call(function: Fields, id_: str) -> Call:
     name, raw = function.read("name"), function.read("arguments", str, dict) or function.read("input", str, dict)
     if not name:
         raise BadRequest(f"{function.where}.name must be a string")
-    return Call(id_, name, raw if isinstance(raw, str) else raw.dump(), function.read("namespace"))
+    raw = raw if isinstance(raw, str) else json.dumps(raw, ensure_ascii=False)
+    return Call(id_, name, raw, function.read("namespace"))
 
 
 def _chat_turns(messages: list[Fields]) -> Iterator[In | As]:
@@ -592,7 +586,7 @@ class Node:
     listeners: int = 0  # connections that wait for it
     delivered: bool = False  # one of them got it to the last byte
     acked: bool = False  # a later request builds on it
-    ended: float = math.inf
+    ended: float = math.inf  # when it was done
     task: asyncio.Task | None = None
     timer: asyncio.TimerHandle | None = None  # ends the task when nobody comes back
 
@@ -709,9 +703,8 @@ class Forest:
         do not say that they retry."""
         if (node.request.wire, node.request.max_tokens) != (req.wire, req.max_tokens):
             return False
-        if not node.reply:
-            return node.listeners == 0 or req.retry > 0
-        return not node.delivered or req.retry > 0 and time.monotonic() - node.ended < YOUNG
+        lost = not node.delivered if node.reply else not node.listeners
+        return lost or req.retry > 0 and time.monotonic() - node.ended < YOUNG
 
     def _start(self, parent: Node | None, place: tuple, req: Request) -> Node:
         if self.replies >= self.max_turns:
@@ -1097,7 +1090,8 @@ def _message_events(body: dict):
 
 # ---- The server: connections in, forests behind them
 
-READERS = {"chat/completions": read_chat, "responses": read_responses, "messages": read_messages}
+COUNT = "messages/count_tokens"
+READERS = {"chat/completions": read_chat, "responses": read_responses, "messages": read_messages, COUNT: read_messages}
 LARGEST = 64 << 20  # bytes of a body; a turn of a coding agent starts at 80 kB
 ALIVE = 5.0  # seconds between two keep-alives
 RETRIES = {410: [(b"x-should-retry", b"false")], 503: [(b"retry-after", b"1")]}  # headers that SDKs go by
@@ -1157,13 +1151,11 @@ class Server:
         forest = self._forest(key, headers)
         if method == "GET" and (route == "models" or route.startswith("models/")):
             return await self._send(send, 200, self._models(route, forest.max_context))
-        counts = route == "messages/count_tokens"
-        read = READERS.get("messages" if counts else route)
-        if method != "POST" or not read:
+        if method != "POST" or route not in READERS:
             raise BadRequest(f"there is no {method} /{route} here", "not_found", 404)
-        req = read(await self._body(receive), headers, forest.past)
+        req = READERS[route](await self._body(receive), headers, forest.past)
         req.model = req.model or self.model
-        if counts:
+        if route == COUNT:
             return await self._send(send, 200, {"input_tokens": forest.count(req)})
         return await self._answer(forest, req, receive, send)
 
@@ -1211,9 +1203,8 @@ class Server:
         begun = delivered = False
         stream = Stream(req, nodes[0].id, nodes[0].start + len(nodes[0].tokens), nodes[0].start)
         try:
-            while not all(n.task.done() for n in nodes):
-                waiting = [gone, *(n.task for n in nodes if not n.task.done())]
-                done, _ = await asyncio.wait(waiting, timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
+            while running := [n.task for n in nodes if not n.task.done()]:
+                done, _ = await asyncio.wait([gone, *running], timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
                 if gone in done:
                     return
                 if not done and req.stream:
