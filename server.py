@@ -491,34 +491,28 @@ def same_turn(echo: As, sent: As) -> str | None:
     """How the turn that a client echoes relates to the one that it was sent, whose anchors are all that were minted for it.
 
     T0: the same text, reasoning, ids and raw arguments. T1: the same up to what clients do by serialising.
-    T2a: anchored, with arguments coerced through the tool's schema. T2b: anchored, a tool renamed or its arguments replaced.
-    T2c: anchored, but text, reasoning or the calls were edited: another turn. None: nothing says that they are related.
+    T2: anchored, but a tool was renamed or arguments are others, as where they were coerced through its schema.
+    T3: anchored, but text, reasoning or the calls were edited: another turn. None: nothing says that they are related.
     """
     anchored = not set(echo.anchors).isdisjoint(sent.anchors)
-    pairs = list(zip(echo.calls, sent.calls))
-    ids = len(echo.calls) == len(sent.calls) and all(e.id in ("", s.id) for e, s in pairs)
+    ids = len(echo.calls) == len(sent.calls) and all(e.id in ("", s.id) for e, s in zip(echo.calls, sent.calls))
     thought = (echo.reasoning or "").strip()  # clients may drop it, not change it
     kept = echo.text.strip() == sent.text.strip() and thought in ("", (sent.reasoning or "").strip())
-    tier = max((_same_call(e, s) for e, s in pairs), default="T1") if kept and ids else "T2c"
-    if tier == "T1":
+    if kept and ids and all(map(_same_call, echo.calls, sent.calls)):
         raw = (echo.text, echo.reasoning, echo.calls) == (sent.text, sent.reasoning, sent.calls)
         # ids of another turn: a sibling that says the same must not win over the one that the ids name
         return "T0" if raw and (anchored or not echo.anchors) else "T1"
-    return tier if anchored else None
+    return ("T2" if kept and ids else "T3") if anchored else None
 
 
-def _same_call(echo: Call, sent: Call) -> str:
-    """The tier of one call, "T1" at best."""
+def _same_call(echo: Call, sent: Call) -> bool:
+    """Whether two calls say the same, up to what serialising does to their arguments."""
     if (echo.namespace, echo.name) != (sent.namespace, sent.name):
-        return "T2b"
-    if echo.arguments == sent.arguments:
-        return "T1"
+        return False
     try:
-        e, s = _parse(echo.arguments), _parse(sent.arguments)
-        same = json.dumps(e, sort_keys=True) == json.dumps(s, sort_keys=True)  # as text: in Python True == 1.0
-        return "T1" if same else "T2a" if _loosely(e, s) else "T2b"
+        return echo.arguments == sent.arguments or _canonical(echo.arguments) == _canonical(sent.arguments)
     except RecursionError:  # too deep to compare by value
-        return "T2b"
+        return False
 
 
 def _number(text: str) -> float | str:
@@ -527,39 +521,21 @@ def _number(text: str) -> float | str:
     return value if math.isfinite(value) else f"\0{text}"
 
 
-def _parse(raw: str):
-    """The value of arguments: the last of duplicate keys, numbers as doubles, {} for nothing, what is no JSON wrapped."""
-    if not raw.strip():
-        return {}
+def _canonical(raw: str) -> str:
+    """Arguments as one text: the last of duplicate keys, numbers as doubles, {} for nothing, what is no JSON wrapped."""
     try:
-        value = json.loads(raw, parse_int=_number, parse_float=_number, parse_constant=int)  # int refuses NaN
+        value = json.loads(raw.strip() or "{}", parse_int=_number, parse_float=_number, parse_constant=int)  # no NaN
     except ValueError:
-        return {UNPARSED: raw}
+        return json.dumps({UNPARSED: raw})
     inner = value.get(UNPARSED) if isinstance(value, dict) else None
     wrapped = inner.get("raw") if isinstance(inner, dict) else None
-    return _parse(wrapped) if isinstance(wrapped, str) else value
-
-
-def _loosely(echo, sent) -> bool:
-    """Every sampled key is there; scalars agree as text and strings up to blanks at the ends of their lines."""
-    if isinstance(echo, dict) and isinstance(sent, dict):
-        return all(k in echo and _loosely(echo[k], v) for k, v in sent.items())
-    if isinstance(echo, list) and isinstance(sent, list):
-        return len(echo) == len(sent) and all(_loosely(e, s) for e, s in zip(echo, sent))
-    if isinstance(echo, str) and isinstance(sent, str):
-        return re.sub(r"[ \t\r]+(?=\n|$)", "", echo) == re.sub(r"[ \t\r]+(?=\n|$)", "", sent)
-    return not isinstance(echo, (dict, list)) and not isinstance(sent, (dict, list)) and _scalar(echo) == _scalar(sent)
-
-
-def _scalar(value) -> str:
-    if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", value, re.ASCII):
-        value = _number(value)
-    return value if isinstance(value, str) else json.dumps(value)
+    # a text, since in Python True == 1.0
+    return _canonical(wrapped) if isinstance(wrapped, str) else json.dumps(value, sort_keys=True)
 
 
 # ---- The forest: a rollout's requests, each attached to the node that its history ends with
 
-TIERS = ("T2b", "T2a", "T1", "T0")  # what counts as the same turn, the surest last
+TIERS = ("T2", "T1", "T0")  # what counts as the same turn, the surest last
 RECENT = 8  # histories that go on at the same time, as those of sub-agents
 YOUNG = 60.0  # seconds in which an SDK that counts its retries still means the same request
 
