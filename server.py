@@ -150,11 +150,12 @@ class Chat:
     ) -> tuple[list[int], bool]:
         """Ids between a reply and the next one: the end of the turn, the new messages, the next generation prompt.
 
-        last: the reply's last id; system: the history begins with a system message; reasoned: a reply in it holds reasoning. The ids are the template's own
-        bytes, found by rendering a sentinel in the reply's place and encoding what follows it as one run; a short stand-in for
-        the history keeps the cost of a turn flat. An end-of-turn token that the policy sampled itself is not repeated; a reply
-        cut by its length gets it, as context that is not trained. Also returned: whether the template leaves what came before
-        as it was; it does not when it strips old reasoning, or moves the tools to the last user message.
+        last: the reply's last id; system: the history begins with a system message; reasoned: a reply in it holds reasoning.
+        The ids are the template's own bytes, found by rendering a sentinel in the reply's place and encoding what follows it as
+        one run; a short stand-in for the history keeps the cost of a turn flat. An end-of-turn token that the policy sampled
+        itself is not repeated; a reply cut by its length gets it, as context that is not trained. Also returned: whether the
+        template leaves what came before as it was; it does not when it strips old reasoning, or moves the tools to the last
+        user message.
         """
         history = [{"role": role, "content": "?"} for role in (["system"] if system else []) + ["user"]]
         reply = {"role": "assistant", "content": SENTINEL} | ({"reasoning_content": THOUGHT} if reasoned else {})
@@ -232,7 +233,6 @@ class Request:
     include_encrypted: bool = False  # reasoning items carry encrypted_content
 
 
-TOO_LONG = "context_length_exceeded"
 NODE_KEY = "x_node_id"  # the extra field of a chat message that names its node
 UNPARSED = "__unparsedToolInput"  # Claude Code wraps arguments that are no JSON
 BILLING = "x-anthropic-billing-header"  # Claude Code's first system block; its hash changes between requests
@@ -707,7 +707,7 @@ class Forest:
         self.truncated = True
         # the words of both providers: clients look for them
         text = "prompt is too long: {} tokens > {most} maximum. This model's maximum context length is {most} tokens."
-        return BadRequest(text.format(tokens, most=self.max_context - 1), TOO_LONG)
+        return BadRequest(text.format(tokens, most=self.max_context - 1), "context_length_exceeded")
 
     def _prompt(self, parent: Node | None, since: tuple, req: Request) -> tuple[Node | None, list[int]]:
         """(node whose ids come first, ids behind them). Without such a node all is rendered, as context."""
