@@ -103,7 +103,8 @@ class Update:
 
     def score(self):
         self.logits |= {name: [] for name in self.gates}
-        train.score(self.replay, self.micros, self.rows, 0, train.Meter())
+        train.verify(self.micros, self.rows, 0, "cpu", train.Meter())
+        train.score(self.replay, self.micros, train.Meter())
 
     def learn(self, step=lambda: None):
         """step: what the optimizer does with the gradients."""
