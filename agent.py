@@ -224,8 +224,9 @@ class Trace:
 
     def reply(self, r: Reply, owned: bool = True) -> None:
         """Append an engine's reply exactly as it was sampled; one that another row owns is context here."""
-        if r.experts is not None:
-            self.experts.append(r.experts)
+        if r.experts is not None:  # rows of tokens that are there already replace them: a refit has routed them anew
+            first = len(self) + len(r.tokens) - 1 - len(r.experts)
+            self.experts = [*([np.concatenate(self.experts)[:first]] if first else []), r.experts]
         if not owned:
             return self.context(r.tokens.tolist())
         self.replies.append((len(self), len(self) + len(r.tokens), r.digest))

@@ -19,7 +19,7 @@ import traceback
 import uuid
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ import numpy as np
 import ray
 
 from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
+from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
@@ -128,7 +129,8 @@ class Engine:
             stop=list(stop),
             structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
             output_kind=RequestOutputKind.FINAL_ONLY,  # merged deltas lose expert rows and blur versions
-            routed_experts_prompt_start=known if self.cfg.replay_experts else 0,
+            # a refit routes the past anew, so where one may have come between, its rows are sent again
+            routed_experts_prompt_start=known if self.cfg.replay_experts and not self.cfg.max_lag else 0,
         )
         self.spans[name] = [(0, self.version)]
         try:
@@ -167,9 +169,10 @@ class Engine:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
 
     async def pause(self) -> None:
-        """Hold new requests back, freeze running ones and note how many tokens each has, drop the KV cache."""
+        """Hold new requests back, let running ones end, or with --partial freeze them and note how many tokens each has; drop
+        the KV cache."""
         self.released.clear()
-        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        await self.llm.pause_generation(mode="keep" if self.cfg.partial else "wait", clear_cache=True)
         if not self.llm.engine_core.outputs_queue.empty():
             raise RuntimeError("engine: outputs were left in the queue at a pause, so token versions would be wrong")
         states = self.llm.output_processor.request_states.values()
@@ -484,14 +487,42 @@ class TooManyFailed(RuntimeError):
     """More rollouts of a batch failed than --max_failed allows."""
 
 
-class Rollouts:
-    """The pool of groups, a Ray actor. It owns the prompts' order, what is in flight, and the finished rows."""
+@dataclass
+class Group:
+    """A prompt on its way through the pool."""
 
-    def __init__(self, cfg, rows: list[dict], runners: list, least: int, position: int = 0):
-        """least: rollouts that a group needs to be trained; position: groups dispatched before (from a checkpoint)."""
-        self.cfg, self.rows, self.runners, self.least, self.position = cfg, rows, runners, least, position
-        self.running, self.finished, self.handed = set(), [], 0
-        self.store, self.next_row = {}, 0  # row id -> row or object ref, so that a dead Runner loses nothing
+    id: int  # its place in the endless order of prompts
+    tries: int = 0  # times that it was dropped and queued again
+    version: int = 0  # the engines', when it started
+    rollouts: list[Rollout] = field(default_factory=list)  # once it has finished
+    task: asyncio.Task | None = None
+
+
+class Rollouts:
+    """The pool of groups, a Ray actor. It owns the order of prompts, what is in flight, the finished rows and the ledger.
+
+    At most (1 + max_lag) · prompts · oversample groups are running, finished or being trained, so that none can become more
+    than max_lag versions old before its turn. A group that ends without being trained is replaced at once.
+    """
+
+    def __init__(self, cfg, rows: list[dict], runners: list, least: int, state: dict | None = None):
+        """least: rollouts that a group needs to be trained; state: of a checkpoint, as `snapshot` gave it."""
+        self.cfg, self.rows, self.runners, self.least = cfg, rows, runners, least
+        self.capacity = int((1 + cfg.max_lag) * cfg.prompts * cfg.oversample)
+        self.version, self.position, self.next_row, self.fault = 0, 0, 0, None
+        self.queue = []  # groups to start before new ones
+        self.groups = {}  # id -> running or finished group
+        self.handed = []  # groups that are being trained
+        self.ended = {
+            "filtered": [],
+            "lost": [],
+        }  # ids; every other one before position is in the above, or was trained
+        self.store = {}  # row id -> row or object ref, so that a dead Runner loses nothing
+        self.changed = asyncio.Event()
+        if state:
+            self.version, self.position, self.next_row = state["version"], state["position"], state["next_row"]
+            self.queue = [Group(*group) for group in state["queue"]]
+            self.groups, self.store, self.ended = state["groups"], state["store"], state["ended"]
         self.chat = None  # of demonstrations, which no engine samples
         if cfg.estimator == "sft":
             from transformers import AutoTokenizer
@@ -500,53 +531,104 @@ class Rollouts:
         self.new_batch()
 
     def new_batch(self) -> None:
-        self.failed, self.lost, self.retried, self.first_error = 0, 0, 0, ""
-
-    def next_prompt(self) -> tuple[int, dict] | None:
-        """The next (group id, data row)."""
-        if self.cfg.data_epochs and self.position >= self.cfg.data_epochs * len(self.rows):
-            return None
-        self.position += 1
-        return self.position - 1, self.rows[order(self.cfg, len(self.rows), self.position - 1)]
+        self.counts = Counter({"rollouts/failed": 0, "groups/retried": 0, "groups/lost": 0, "groups/filtered": 0})
+        self.counts["lag/dropped"], self.first_error = 0, ""
 
     def fill(self) -> None:
         """Start groups while there is capacity and data."""
-        while len(self.running) + len(self.finished) + self.handed < self.cfg.prompts and (
-            prompt := self.next_prompt()
-        ):
-            self.running.add(asyncio.create_task(self.group(*prompt)))
+        while len(self.groups) + len(self.handed) < self.capacity:
+            if self.queue:
+                group = self.queue.pop(0)
+            elif self.cfg.data_epochs and self.position >= self.cfg.data_epochs * len(self.rows):
+                return
+            else:
+                group = Group(self.position)
+                self.position += 1
+            self.groups[group.id], group.version = group, self.version
+            group.task = asyncio.create_task(self.work(group))
 
-    async def group(self, group_id: int, row: dict) -> list[Rollout] | None:
-        """All rollouts of one prompt that did not fail; None when too few are left, twice. Of sft: its demonstration."""
+    async def work(self, group: Group) -> None:
+        """A group from its start to its end, or to its place among the finished ones."""
+        try:
+            group.rollouts = await self.play(group)
+        except Exception as e:
+            self.fault = self.fault or e
+        if not group.rollouts:
+            self.end(group, "lost")
+        elif self.filters(group):
+            self.end(group, "filtered")
+        self.fill()
+        self.changed.set()
+
+    def filters(self, group: Group) -> bool:
+        """--dynamic_sampling: whether the group's rewards teach nothing; a batch takes all once --max_filtered is reached."""
+        if self.cfg.dynamic_sampling == (-math.inf, math.inf):
+            return False
+        room = self.counts["groups/filtered"] < self.cfg.max_filtered * self.cfg.prompts
+        rewards = [out.result.reward for out in group.rollouts]
+        return room and not keeps(rewards, self.cfg.samples, *self.cfg.dynamic_sampling)
+
+    def end(self, group: Group, how: str) -> None:
+        """The group will not be trained."""
+        self.ended[how].append(group.id)
+        self.counts["groups/" + how] += 1
+        self.forget(group)
+
+    def forget(self, group: Group) -> None:
+        self.groups.pop(group.id, None)
+        for row in [row for out in group.rollouts for row in out.rows]:
+            del self.store[row["id"]]
+
+    def drop_stale(self, version: int) -> None:
+        """Groups that are too old for a batch of this version start again, each at most twice."""
+        for group in [g for g in self.groups.values() if version - g.version > self.cfg.max_lag]:
+            if not group.rollouts:
+                group.task.cancel()
+            self.counts["lag/dropped"] += 1
+            if group.tries == 2:
+                self.end(group, "lost")
+            else:
+                self.forget(group)
+                self.queue.append(Group(group.id, group.tries + 1))
+
+    async def play(self, group: Group) -> list[Rollout]:
+        """All rollouts of one prompt that did not fail; none when too few are left, twice. Of sft: its demonstration."""
+        cfg, row = self.cfg, self.rows[order(self.cfg, len(self.rows), group.id)]
         if self.chat:
-            found = await demonstrate(self.chat, row, self.cfg.prompt_key, self.cfg.label_key, self.cfg.max_context)
+            found = await demonstrate(self.chat, row, cfg.prompt_key, cfg.label_key, cfg.max_context)
             result = Result(truncated=not found or any(s.truncated for s in found))  # --max_context has cut replies off
             replies, rows = sum(len(s.replies) for s in found), [self.keep(s) for s in found]
-            return [Rollout(group_id, group_id, result, replies=replies, rows=rows)]
-        ids = [group_id * self.cfg.samples + i for i in range(self.cfg.samples)]
-        prompt, label = row[self.cfg.prompt_key], row.get(self.cfg.label_key)
-        messages = messages_of(prompt)
-        runner = self.runners[group_id % len(self.runners)]
+            return [Rollout(group.id, group.id, result, replies=replies, rows=rows)]
+        ids = [group.id * cfg.samples + i for i in range(cfg.samples)]
+        messages, label = messages_of(row[cfg.prompt_key]), row.get(cfg.label_key)
+        runner = self.runners[group.id % len(self.runners)]
         for attempt in range(2):
-            seeds = [self.cfg.seed * 1_000_003 + i * 2 + attempt for i in ids]
+            seeds = [cfg.seed * 1_000_003 + i * 2 + attempt for i in ids]
             tasks = [Task(messages, label, row, seed, tools=row.get("tools") or []) for seed in seeds]
-            outs = await runner.rollouts.remote(tasks, group_id, ids, attempt)
+            outs = runner.rollouts.remote(tasks, group.id, ids, 2 * group.tries + attempt)
+            try:
+                outs = await outs
+            except asyncio.CancelledError:
+                if isinstance(outs, ray.ObjectRef):
+                    ray.cancel(outs)
+                raise
             good = [o for o in outs if not o.error]
             self.count_failed([o.error for o in outs if o.error])
             if len(good) >= self.least:
                 for out in good:
                     out.rows, out.segments = [self.keep(segment) for segment in out.segments], []
                 return good
-            self.retried += attempt == 0
-        self.lost += 1
-        return None
+            self.counts["groups/retried"] += attempt == 0
+            group.version = self.version  # it begins anew
+        return []
 
     def count_failed(self, errors: list[str]) -> None:
-        self.failed += len(errors)
+        self.counts["rollouts/failed"] += len(errors)
         self.first_error = self.first_error or next(iter(errors), "")
-        if self.failed > self.cfg.max_failed * self.cfg.prompts * self.cfg.samples:
+        failed = self.counts["rollouts/failed"]
+        if failed > self.cfg.max_failed * self.cfg.prompts * self.cfg.samples:
             raise TooManyFailed(
-                f"{self.failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:\n{self.first_error}"
+                f"{failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:\n{self.first_error}"
             )
 
     def keep(self, segment: Segment) -> dict:
@@ -556,22 +638,39 @@ class Rollouts:
         self.next_row += 1
         return {"id": self.next_row - 1, "tokens": len(segment), "trained": int(segment.mask.sum())}
 
+    def choose(self) -> list[Group]:
+        """The oldest finished groups, one batch of them, if the others can still be trained in time; else none yet.
+
+        In time: one batch a version from here on, the oldest first. Surplus groups of --oversample are not waited for.
+        """
+        alive = sorted(self.groups.values(), key=lambda g: (g.version, g.id))
+        chosen = [g for g in alive if g.rollouts][: self.cfg.prompts]
+        if all(g.rollouts for g in alive):
+            return chosen  # nothing is running that could be waited for
+        rest = [g for g in alive if g not in chosen]
+        turn = [self.version + 1 + i // self.cfg.prompts for i in range(len(rest))]  # the version that would train each
+        late = sum(at - g.version > self.cfg.max_lag for at, g in zip(turn, rest))
+        surplus = self.capacity - (1 + self.cfg.max_lag) * self.cfg.prompts
+        return chosen if len(chosen) == self.cfg.prompts and late <= surplus else []
+
     async def next_batch(self) -> dict | None:
         """Wait for a batch of groups. None when the data has ended.
 
         Returns rollouts (one entry each: what rewards and statistics need), rows (one per segment: id, rollout, length,
         trained tokens) and the counts of what failed. The rows themselves are fetched with `fetch`.
         """
+        self.drop_stale(self.version)
         self.fill()
-        while len(self.finished) < self.cfg.prompts and self.running:
-            done, self.running = await asyncio.wait(self.running, return_when=asyncio.FIRST_COMPLETED)
-            self.finished += [g for t in done if (g := t.result())]
-            self.fill()
-        groups, self.finished = self.finished[: self.cfg.prompts], self.finished[self.cfg.prompts :]
+        while not self.fault and not (groups := self.choose()) and self.groups:
+            self.changed.clear()
+            await self.changed.wait()
+        if self.fault:
+            raise self.fault
         if not groups:
             return None
-        self.handed = len(groups)
-        rollouts = [o for g in sorted(groups, key=lambda g: g[0].group_id) for o in g]
+        self.handed = [self.groups.pop(g.id) for g in groups]
+        self.drop_stale(self.version + 1)
+        rollouts = [o for g in sorted(groups, key=lambda g: g.id) for o in g.rollouts]
         batch = {
             "rollouts": [
                 {"group": o.group_id, "result": o.result, "seconds": o.seconds}
@@ -579,12 +678,7 @@ class Rollouts:
                 for o in rollouts
             ],
             "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
-            "counts": {
-                "rollouts/finished": len(rollouts),
-                "rollouts/failed": self.failed,
-                "groups/retried": self.retried,
-                "groups/lost": self.lost,
-            },
+            "counts": {"rollouts/finished": len(rollouts)} | self.counts,
             "first_error": self.first_error,
         }
         batch["counts"] |= sum((Counter(o.counts) for o in rollouts), Counter())
@@ -595,14 +689,21 @@ class Rollouts:
         """Rows: a small one itself, of others an object ref."""
         return [self.store[i] for i in ids]
 
-    def refitted(self) -> int:
-        """The batch was trained and the engines have the new weights: forget its rows, allow the next one.
+    def refitted(self, version: int) -> None:
+        """The batch was trained and the engines have the weights of `version`: forget its rows, start other groups."""
+        for group in self.handed:
+            self.forget(group)
+        self.handed, self.version = [], version
+        self.fill()
 
-        Returns the data position for the checkpoint: every prompt before it was trained or lost.
-        """
-        self.store.clear()
-        self.handed = 0
-        return self.position
+    async def snapshot(self) -> dict:
+        """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
+        running = [(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
+        finished = {g.id: replace(g, task=None) for g in self.groups.values() if g.rollouts}
+        store = {i: await row if isinstance(row, ray.ObjectRef) else row for i, row in self.store.items()}
+        where = {"version": self.version, "position": self.position, "next_row": self.next_row}
+        queue = running + [(g.id, g.tries) for g in self.queue]
+        return where | {"queue": queue, "groups": finished, "store": store, "ended": self.ended}
 
 
 def load_rows(data: str, prompt_key: str) -> list[dict]:
@@ -695,7 +796,7 @@ async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, ma
     return [s for s in rows if len(s)]
 
 
-def launch(cfg, rows: list[dict], position: int, least: int):
+def launch(cfg, rows: list[dict], state: dict | None, least: int):
     """Start or join Ray and create the actors; returns (engines, rollouts handle, how other ranks join: ray.init arguments).
 
     On one node Ray gets the GPUs that torchrun's ranks do not use. Engines load while the caller builds its model.
@@ -734,7 +835,7 @@ def launch(cfg, rows: list[dict], position: int, least: int):
         ray.remote(Runner).options(num_cpus=1, **many).remote(cfg, engines) for _ in range(playing * cfg.runners)
     ]
     pool = ray.remote(Rollouts).options(name="rollouts", num_cpus=1, **many)
-    rollouts = pool.remote(cfg, rows, runners, least, position)
+    rollouts = pool.remote(cfg, rows, runners, least, state)
     return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
 
 

@@ -758,7 +758,7 @@ class Forest:
         for call in node.turn.calls:
             self.calls[call.id] = (own[call.name, call.arguments] or short(call.id), call.name)
         node.reasoned = bool(reasoning) or bool(node.base and node.base.reasoned)
-        node.known = known + (0 if reply.experts is None else len(reply.experts))
+        node.known = 0 if reply.experts is None else len(ids) + len(reply.tokens) - 1
         node.reply, node.ended, node.whole = reply, time.monotonic(), ids + reply.tokens.tolist()
         if node.base:
             node.base.whole = None

@@ -133,6 +133,16 @@ class Config:
     """seconds that a reply goes on after its client has disconnected"""
     prompts: int = 16
     """groups per batch"""
+    max_lag: int = 0
+    """versions that a trained token may be old; 0: strictly on-policy, nothing is in flight across a refit"""
+    partial: bool = False
+    """a refit interrupts replies, which go on under the new weights; else it waits for them"""
+    dynamic_sampling: tuple[float, float] = (-math.inf, math.inf)
+    """LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)"""
+    max_filtered: float = 4.0
+    """groups that dynamic sampling may replace, as a multiple of --prompts; the batch then takes them as they come"""
+    oversample: float = 1.0
+    """groups in flight, as a multiple of what is needed: the slowest are not waited for, and start again"""
     samples: int = 8
     """rollouts per group"""
     temperature: float = 1.0
@@ -328,6 +338,8 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
     except ValueError:
         engine_args = False
     grouped, constant = cfg.estimator in GROUP_ESTIMATORS, cfg.loss_agg == "constant"
+    corrected = cfg.is_level != "off" or cfg.old == "behaviour" or cfg.loss == "dppo"
+    stale = cfg.max_lag > 0 and not corrected and cfg.estimator != "sft"
     return [
         (cfg.agent_cmd and not cfg.reward, "agent_cmd", "set --reward to the file that grades what it did"),
         (cfg.samples < 2 and grouped, "samples estimator", "it compares rollouts of a group, set --samples 2 or more"),
@@ -336,6 +348,15 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.offload != "none" and cfg.ep > 1, "offload ep", "the experts would not leave the CPU: set --ep 1"),
         (cfg.max_context > cfg.tokens_per_microbatch, "tokens_per_microbatch max_context", "raise the first"),
         (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
+        (cfg.max_lag < 0, "max_lag", "is 0 for strictly on-policy, or positive"),
+        (cfg.oversample < 1, "oversample", "must be at least 1"),
+        (cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1], "dynamic_sampling", "LO is not below HI"),
+        (cfg.partial and not cfg.max_lag, "partial max_lag", "nothing is in flight across a refit: set --max_lag 1"),
+        (
+            stale,
+            "max_lag is_level",
+            "stale tokens need a correction: set --is_level token, --loss dppo or --old behaviour",
+        ),
         (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
         (not cfg.balance_coef >= 0, "balance_coef", "must be positive, or 0 for off"),
         (cfg.is_band[0] > cfg.is_band[1], "is_band", "LO is above HI"),
@@ -614,8 +635,8 @@ def training_state(learners: dict) -> dict:
     return {name: {"model": weights, "optimizer": moments} for name, (weights, moments) in states.items()}
 
 
-def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict) -> None:
-    """Write `where` (step, version, position) and all sharded state; atomic, by renaming a finished folder."""
+def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, pool: dict | None = None) -> None:
+    """Write `where` (step, version), the pool's ledger and all sharded state; atomic, by renaming a finished folder."""
     import torch.distributed.checkpoint as dcp
 
     final = Path(cfg.out) / f"checkpoint-{where['step']:06d}"
@@ -628,6 +649,7 @@ def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict) -> N
     if dist.get_rank() == 0:
         schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
         (temporary / "run.json").write_text(json.dumps(where | {"schedulers": schedules}))
+        torch.save(pool, temporary / "rollouts.pt")
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         for old in checkpoints(cfg.out)[: -cfg.keep]:
@@ -636,9 +658,9 @@ def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict) -> N
 
 
 def newest(cfg: Config) -> dict:
-    """Where the run stands: step, version and data position of the newest checkpoint, or zeros."""
+    """Where the run stands: step and version of the newest checkpoint, or zeros."""
     if not cfg.resume:
-        return {"step": 0, "version": 0, "position": 0, "kl_coef": cfg.kl_coef}
+        return {"step": 0, "version": 0, "kl_coef": cfg.kl_coef}
     return json.loads((checkpoints(cfg.out)[-1] / "run.json").read_text())
 
 
@@ -831,10 +853,9 @@ def check_gates(cfg: Config, m: dict[str, float]) -> None:
     """Raise InvariantError before a batch is trained on whose log-probs or experts are not the engine's."""
     if not m["gap/on_version_tokens"] > 0:
         raise InvariantError("policy version: no token is of the trainer's version (gap/on_version_tokens 0)")
-    if m["lag/max"] > 0:
-        raise InvariantError(
-            f"policy version: a token is {m['lag/max']:.0f} versions old in a strictly on-policy run (lag/max)"
-        )
+    if m["lag/max"] > cfg.max_lag:
+        old = f"a token is {m['lag/max']:.0f} versions old, --max_lag allows {cfg.max_lag}"
+        raise InvariantError(f"policy version: {old} (lag/max)")
     for name, limit in bounds(cfg).items():
         if not (gap := m[f"gap/on_version_{name}"]) <= limit:  # a nan fails too
             raise InvariantError(
@@ -1204,7 +1225,8 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     rank, clock = int(os.environ["RANK"]), Clock()
     engines, rollouts, address = [], None, None
     if rank == 0:  # the engines load while this process imports and builds its model
-        engines, rollouts, address = launch(cfg, rows, where["position"], 2 if cfg.estimator in GROUP_ESTIMATORS else 1)
+        pool = torch.load(checkpoints(cfg.out)[-1] / "rollouts.pt", weights_only=False) if cfg.resume else None
+        engines, rollouts, address = launch(cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1)
 
     from transformers import AutoTokenizer
 
@@ -1340,7 +1362,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
 
         refit_metrics, seen = molt(r, version)
         r.clock.mark("time/refit")
-        position = ray.get(r.rollouts.refitted.remote()) if rank == 0 else None
+        if rank == 0:
+            ray.get(r.rollouts.refitted.remote(version))
 
         metrics = {"step": step + 1, "version": version, "optim/lr": lr, "kl/coef": cfg.kl_coef}
         metrics |= batch_metrics(batch) | learnt | refit_metrics
@@ -1356,14 +1379,14 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
                 log.shown_error = True
                 told = f"a rollout failed; the first traceback:\n{batch['first_error']}"
                 r.console.print(told, style="red", markup=False)
-        where = {"step": step + 1, "version": version, "position": position, "kl_coef": cfg.kl_coef}
+        where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef}
         if cfg.save_every and (step + 1) % cfg.save_every == 0:
-            save_checkpoint(cfg, r.learners, where)
+            save_checkpoint(cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if rank == 0 else None)
             r.clock.mark("time/save")
 
     if rank == 0:
         log.close()
-    save_checkpoint(cfg, r.learners, where)
+    save_checkpoint(cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if rank == 0 else None)
     folder = export(cfg, policy.replay.model)
     r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
     dist.barrier()
