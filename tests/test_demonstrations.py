@@ -135,10 +135,10 @@ def test_text_in_parts_loses_neither_tool_calls_nor_reasoning(name):
 # ---- through the pool, as a run takes them
 
 
-def demonstrations(n=5, position=0, **flags):
+def demonstrations(n=5, state=None, **flags):
     cfg = Config(estimator="sft", shuffle=False, **dict(prompts=2, data_epochs=1) | flags)
     rows = [{"prompt": f"What is {i}+{i}?", "label": f"<answer>{2 * i}</answer>"} for i in range(n)]
-    return Rollouts(cfg, rows, [], 1, position)
+    return Rollouts(cfg, rows, [], 1, state)
 
 
 def batches_of(pool, most=9):
@@ -146,7 +146,7 @@ def batches_of(pool, most=9):
         batches = []
         while len(batches) < most and (batch := await pool.next_batch()):
             batches.append((batch, pool.fetch([r["id"] for r in batch["rows"]])))
-            batches[-1][0]["position"] = pool.refitted()
+            pool.refitted(len(batches))
         return batches
 
     return asyncio.run(asyncio.wait_for(run(), 30))
@@ -161,8 +161,8 @@ def test_every_demonstration_is_trained_once_a_pass_and_what_the_last_batch_lack
 
 
 def test_a_resumed_run_goes_on_with_the_next_demonstration_whatever_the_size_of_its_batches():
-    (first, _), *_ = batches_of(demonstrations(), most=1)
-    rest = batches_of(demonstrations(position=first["position"], prompts=3))
+    batches_of(pool := demonstrations(), most=1)
+    rest = batches_of(demonstrations(state=asyncio.run(pool.snapshot()), prompts=3))
     assert [r["group"] for batch, _ in rest for r in batch["rollouts"]] == [2, 3, 4]
 
 
