@@ -566,19 +566,16 @@ class Node:
     task: asyncio.Task | None = None
     timer: asyncio.TimerHandle | None = None  # ends the task when nobody comes back
 
-    def path(self) -> list["Node"]:
+    def path(self, parents: bool = False) -> list["Node"]:
+        """The nodes whose ids these are, this one last; or all that came before, also where the template rewrites it."""
         nodes, node = [], self
         while node:
             nodes.append(node)
-            node = node.base
+            node = node.parent if parents else node.base
         return nodes[::-1]
 
     def history(self) -> list[In | As]:
-        turns, node = [], self
-        while node:
-            turns = [*node.place[2], node.turn, *turns]
-            node = node.parent
-        return turns
+        return [turn for node in self.path(parents=True) for turn in (*node.place[2], node.turn)]
 
     def ids(self) -> list[int]:
         """Prompt and reply, from the first token on."""
@@ -612,9 +609,10 @@ class Forest:
         """The node that the request's history ends with, and the place of its own node."""
         if req.previous:
             self._expand(req)
-        last = req.turns[-1]
-        if last.role == "assistant" and any(a in self.anchors and not self.anchors[a].delivered for a in last.anchors):
-            req.turns = req.turns[:-1]  # what a client kept of a reply whose stream broke: it asks for the whole again
+        *before, last = req.turns
+        shown = [self.anchors[a] for a in last.anchors if a in self.anchors] if last.role == "assistant" else []
+        if before and not all(node.delivered for node in shown):
+            req.turns = before  # what a client kept of a reply whose stream broke: it asks for the whole again
         tools = hashlib.sha256(json.dumps(req.tools).encode()).hexdigest() if req.tools else ""
         req.tools = self.tools.setdefault(tools, req.tools)  # one copy, not one of each turn
         # resent turns are the very objects of `_turns`, which makes comparing them cheap
@@ -650,8 +648,7 @@ class Forest:
         """Put the history of previous_response_id before the new items; the instructions are this request's own."""
         node = self.anchors.get(req.previous)
         if not node:
-            code = "previous_response_not_found"
-            raise BadRequest(f"previous_response_id {req.previous} is not known to this rollout", code)
+            raise BadRequest(f"previous_response_id {req.previous} is not known here", "previous_response_not_found")
         own, old = [t for t in req.turns[:1] if t.role == "system"], node.history()
         if own and old[0].role == "system":
             old = old[1:]

@@ -416,6 +416,8 @@ def test_part_of_a_reply_from_a_broken_stream_asks_for_the_reply_again(chat):
         item = {"type": "reasoning", "id": f"rs_{node.id}", "encrypted_content": f"enc_{node.id}", "summary": []}
         body = {"input": [{"role": "user", "content": "q"}, item]}
         assert c.forest.answer(read_responses(body, {})) == [node] and len(c.engine.asked) == 1
+        with pytest.raises(BadRequest):  # with nothing before it there is nothing to ask for
+            c.forest.answer(read_responses({"input": [item]}, {}))
 
     run(go())
 
