@@ -84,200 +84,142 @@ class Config:
     """Each field is a flag. Grouped as the modules: agent, generate, re-run, credit, learn, molt, run."""
 
     # ---- agent.py
-    agent: str = "agent.py"
-    """Python file that exports a class Agent; opd needs none"""
-    agent_cmd: str = ""
-    """a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward"""
+
+    agent: str = "agent.py"  # Python file that exports a class Agent; opd needs none
+    agent_cmd: str = ""  # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward
+    # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one reply to each prompt
     reward: str = ""
-    """Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one reply to each prompt"""
-    data: str = "examples/starter/train.jsonl"
-    """prompts: a jsonl, json or parquet file, or a hub dataset"""
-    prompt_key: str = "prompt"
-    """column with the prompt: a text or a list of chat messages"""
-    label_key: str = "label"
-    """column with the label that the agent's reward needs; may be absent"""
-    shuffle: bool = True
-    """draw rows in a seeded order, another one each pass; else as they stand in the file"""
-    data_epochs: int = 0
-    """passes over the data before the run ends by itself; 0 repeats until --steps"""
-    max_turns: int = 4
-    """replies of the policy per rollout"""
-    episode_timeout: float = 600.0
-    """seconds after which a rollout counts as failed"""
-    max_failed: float = 0.5
-    """share of a batch's rollouts that may fail before the run stops"""
+    data: str = "examples/starter/train.jsonl"  # prompts: a jsonl, json or parquet file, or a hub dataset
+    prompt_key: str = "prompt"  # column with the prompt: a text or a list of chat messages
+    label_key: str = "label"  # column with the label that the agent's reward needs; may be absent
+    shuffle: bool = True  # draw rows in a seeded order, another one each pass; else as they stand in the file
+    data_epochs: int = 0  # passes over the data before the run ends by itself; 0 repeats until --steps
+    max_turns: int = 4  # replies of the policy per rollout
+    episode_timeout: float = 600.0  # seconds after which a rollout counts as failed
+    max_failed: float = 0.5  # share of a batch's rollouts that may fail before the run stops
+
     # ---- rollout.py
-    model: str = "examples/starter"
-    """policy: a local folder or a hub name, with a chat template"""
-    engines: int = 1
-    """vLLM engines"""
-    engine_tp: int = 1
-    """tensor-parallel size of each engine"""
-    engine_memory: float = 0.85
-    """share of a GPU's memory that an engine takes"""
-    engine_args: str = "{}"
-    """JSON with any other vLLM engine argument"""
-    runners: int = 1
-    """processes that play episodes"""
+
+    model: str = "examples/starter"  # policy: a local folder or a hub name, with a chat template
+    engines: int = 1  # vLLM engines
+    engine_tp: int = 1  # tensor-parallel size of each engine
+    engine_memory: float = 0.85  # share of a GPU's memory that an engine takes
+    engine_args: str = "{}"  # JSON with any other vLLM engine argument
+    runners: int = 1  # processes that play episodes
+    # vLLM's name of the parser of tool calls; auto: by the chat template, none: calls stay text
     tool_parser: str = "auto"
-    """vLLM's name of the parser of tool calls; auto: by the chat template, none: calls stay text"""
-    reasoning_parser: str = "auto"
-    """vLLM's name of the parser of reasoning"""
+    reasoning_parser: str = "auto"  # vLLM's name of the parser of reasoning
+    # where agents reach the capture server; beyond loopback each rollout's key is demanded
     server_host: str = "127.0.0.1"
-    """where agents reach the capture server; beyond loopback each rollout's key is demanded"""
+    # a client wants JSON or forces a call: mask keeps the engine to it and does not train the reply; free does neither
     constrained: Literal["mask", "free"] = "mask"
-    """a client wants JSON or forces a call: mask keeps the engine to it and does not train the reply; free does neither"""
+    # go on from the sampled ids also where the chat template strips old reasoning: one row, not one for each question
     preserve: bool = False
-    """go on from the sampled ids also where the chat template strips old reasoning: one row, not one for each user message"""
-    linger: float = 60.0
-    """seconds that a reply goes on after its client has disconnected"""
-    prompts: int = 16
-    """groups per batch"""
+    linger: float = 60.0  # seconds that a reply goes on after its client has disconnected
+    prompts: int = 16  # groups per batch
+    # versions that a trained token may be old; 0: strictly on-policy, nothing is in flight across a refit
     max_lag: int = 0
-    """versions that a trained token may be old; 0: strictly on-policy, nothing is in flight across a refit"""
-    partial: bool = False
-    """a refit interrupts replies, which go on under the new weights; else it waits for them"""
+    partial: bool = False  # a refit interrupts replies, which go on under the new weights; else it waits for them
+    # LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)
     dynamic_sampling: tuple[float, float] = (-math.inf, math.inf)
-    """LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)"""
+    # groups that dynamic sampling may replace, as a multiple of --prompts; the batch then takes them as they come
     max_filtered: float = 4.0
-    """groups that dynamic sampling may replace, as a multiple of --prompts; the batch then takes them as they come"""
+    # groups in flight, as a multiple of what is needed: the slowest are not waited for, and start again
     oversample: float = 1.0
-    """groups in flight, as a multiple of what is needed: the slowest are not waited for, and start again"""
-    samples: int = 8
-    """rollouts per group"""
-    temperature: float = 1.0
-    """sampling temperature; the trainer applies the same"""
-    max_tokens: int = 24
-    """sampled tokens per turn"""
-    max_context: int = 256
-    """tokens per rollout, prompt included"""
-    ray_address: str = ""
-    """Ray cluster to join ("auto" under Slurm); empty starts one on this node"""
+    samples: int = 8  # rollouts per group
+    temperature: float = 1.0  # sampling temperature; the trainer applies the same
+    max_tokens: int = 24  # sampled tokens per turn
+    max_context: int = 256  # tokens per rollout, prompt included
+    ray_address: str = ""  # Ray cluster to join ("auto" under Slurm); empty starts one on this node
+
     # ---- replay.py
-    tokens_per_microbatch: int = 16384
-    """tokens per forward, padding included: a strict bound on memory"""
-    replay_experts: bool = False
-    """replay the engine's expert choices in the trainer (mixture of experts only)"""
+
+    tokens_per_microbatch: int = 16384  # tokens per forward, padding included: a strict bound on memory
+    replay_experts: bool = False  # replay the engine's expert choices in the trainer (mixture of experts only)
+    # bound on gap/on_version; 0 means 1e-4 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16
     max_gap: float = 0.0
-    """bound on gap/on_version; 0 means 1e-4 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16"""
+
     # ---- estimator.py
-    estimator: Literal[tuple(ESTIMATORS)] = "grpo"
-    """rewards to advantages"""
-    gamma: float = 1.0
-    """discount per action token (reinforce, gae)"""
-    lam: float = 0.95
-    """lambda of gae"""
-    whiten: bool = True
-    """whiten the advantages of reinforce, reinforce_baseline and gae over the batch"""
+
+    estimator: Literal[tuple(ESTIMATORS)] = "grpo"  # rewards to advantages
+    gamma: float = 1.0  # discount per action token (reinforce, gae)
+    lam: float = 0.95  # lambda of gae
+    whiten: bool = True  # whiten the advantages of reinforce, reinforce_baseline and gae over the batch
+    # LO HI that a rollout's reward is held between before it is credited
     reward_clip: tuple[float, float] = (-math.inf, math.inf)
-    """LO HI that a rollout's reward is held between before it is credited"""
-    reward_weights: tuple[float, ...] = ()
-    """of the named rewards of gdpo, in the order of their names; empty: all 1"""
+    reward_weights: tuple[float, ...] = ()  # of the named rewards of gdpo, in the order of their names; empty: all 1
+    # LIMIT BUFFER of a rollout's sampled tokens: the reward falls by up to 1 in the last BUFFER (DAPO); 0 0 is off
     overlong: tuple[int, int] = (0, 0)
-    """LIMIT BUFFER of a rollout's sampled tokens: the reward falls by up to 1 in the last BUFFER tokens (DAPO); 0 0 is off"""
-    bootstrap_truncated: bool = False
-    """gae: a truncated rollout goes on at the critic's last value, not at 0"""
-    kl_coef: float = 0.0
-    """coefficient of the KL to --ref_model: in the reward, or with --kl_loss in the loss"""
-    kl_type: Literal["auto", "k1", "k2", "k3"] = "auto"
-    """its estimator; auto: k1 in the reward, k2 in the loss"""
-    kl_loss: bool = False
-    """the KL is a loss with a gradient, not a part of the reward"""
-    kl_target: float = 0.0
-    """KL that --kl_coef is adapted to; 0: it stays as it is"""
-    kl_horizon: float = 10_000.0
-    """rollouts in which it adapts"""
+    bootstrap_truncated: bool = False  # gae: a truncated rollout goes on at the critic's last value, not at 0
+    kl_coef: float = 0.0  # coefficient of the KL to --ref_model: in the reward, or with --kl_loss in the loss
+    kl_type: Literal["auto", "k1", "k2", "k3"] = "auto"  # its estimator; auto: k1 in the reward, k2 in the loss
+    kl_loss: bool = False  # the KL is a loss with a gradient, not a part of the reward
+    kl_target: float = 0.0  # KL that --kl_coef is adapted to; 0: it stays as it is
+    kl_horizon: float = 10_000.0  # rollouts in which it adapts
+
     # ---- loss.py
-    loss: Literal[tuple(LOSSES)] = "ppo"
-    """policy loss"""
-    clip_low: float | None = None
-    """lower clip of the ratio is 1 - this; unset: what the loss's paper uses (loss.CLIPS)"""
-    clip_high: float | None = None
-    """upper clip of the ratio is 1 + this"""
+
+    loss: Literal[tuple(LOSSES)] = "ppo"  # policy loss
+    clip_low: float | None = None  # lower clip of the ratio is 1 - this; unset: what the loss's paper uses (loss.CLIPS)
+    clip_high: float | None = None  # upper clip of the ratio is 1 + this
+    # temperature of sapo's gate where the advantage is positive, and elsewhere
     sapo_tau: tuple[float, float] = (1.0, 1.05)
-    """temperature of sapo's gate where the advantage is positive, and elsewhere"""
-    dppo_delta: float = 0.2
-    """dppo drops a token whose probability has moved by more"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus"""
-    balance_coef: float = 0.0
-    """weight of the load-balance loss of the experts (mixture of experts only)"""
-    value_clip: float = 0.2
-    """the critic's value moves by no more than this from the one before the update; 0 is off"""
-    dual_clip: float = 0.0
-    """bound c > 1 on the loss of negative advantages; 0 is off"""
+    dppo_delta: float = 0.2  # dppo drops a token whose probability has moved by more
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    balance_coef: float = 0.0  # weight of the load-balance loss of the experts (mixture of experts only)
+    value_clip: float = 0.2  # the critic's value moves by no more than this from the one before the update; 0 is off
+    dual_clip: float = 0.0  # bound c > 1 on the loss of negative advantages; 0 is off
+    # unit of the rollout/trainer correction; off is sound only while nothing can be stale
     is_level: Literal["off", "token", "seq", "geo"] = "off"
-    """unit of the rollout/trainer correction; off is sound only while nothing can be stale"""
-    is_mode: Literal["mask", "clip", "trunc"] = "trunc"
-    """what happens to weights outside the band"""
-    is_band: tuple[float, float] = (0.5, 2.0)
-    """LO HI, inclusive"""
-    is_denominator: Literal["all", "kept"] = "all"
-    """whether rejected tokens still count in the denominator"""
+    is_mode: Literal["mask", "clip", "trunc"] = "trunc"  # what happens to weights outside the band
+    is_band: tuple[float, float] = (0.5, 2.0)  # LO HI, inclusive
+    is_denominator: Literal["all", "kept"] = "all"  # whether rejected tokens still count in the denominator
+    # mean over the update's trained tokens; over rollouts of their token means; sum over --loss_length times rollouts
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
-    """token_mean: over all trained tokens of the update; seq_mean: over rollouts of their token means; constant: over --loss_length times rollouts"""
-    loss_length: int = 0
-    """the L_max of --loss_agg constant"""
+    loss_length: int = 0  # the L_max of --loss_agg constant
+
     # ---- refit.py
-    refit_bucket_mb: int = 256
-    """megabytes per bucket"""
+
+    refit_bucket_mb: int = 256  # megabytes per bucket
+
     # ---- train.py
+
+    # reference of the KL, or the teacher of opd; empty with a --kl_coef: --model as it was at the start
     ref_model: str = ""
-    """reference of the KL, or the teacher of opd; empty with a --kl_coef: --model as it was at the start"""
-    critic_model: str = ""
-    """what the critic of gae starts from, with a new scalar head; empty: --model"""
-    critic_lr: float = 1e-3
-    """peak learning rate of the critic"""
-    critic_warmup_steps: int = 0
-    """first steps in which the critic learns alone"""
+    critic_model: str = ""  # what the critic of gae starts from, with a new scalar head; empty: --model
+    critic_lr: float = 1e-3  # peak learning rate of the critic
+    critic_warmup_steps: int = 0  # first steps in which the critic learns alone
+    # old log-probs of the ratio: the trainer's own, or the engine's as they came
     old: Literal["recompute", "behaviour"] = "recompute"
-    """old log-probs of the ratio: the trainer's own, or the engine's as they came"""
-    steps: int = 48
-    """batches to train on"""
-    epochs: int = 1
-    """passes over each batch"""
-    minibatches: int = 2
-    """optimizer steps per pass; divides --prompts"""
-    lr: float = 1e-3
-    """peak learning rate"""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """learning rate after the warm-up"""
-    warmup: int = 0
-    """steps of linear warm-up"""
-    weight_decay: float = 0.0
-    """of AdamW"""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """of AdamW"""
+    steps: int = 48  # batches to train on
+    epochs: int = 1  # passes over each batch
+    minibatches: int = 2  # optimizer steps per pass; divides --prompts
+    lr: float = 1e-3  # peak learning rate
+    schedule: Literal["constant", "linear", "cosine"] = "linear"  # learning rate after the warm-up
+    warmup: int = 0  # steps of linear warm-up
+    weight_decay: float = 0.0  # of AdamW
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    # muon: Muon for the matrices of the layers, its steps as large as AdamW's, and AdamW for the rest
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the layers, its steps as large as AdamW's, and AdamW for the rest"""
+    # rank of the policy's adapters on all projections and experts, the weights stay as they are; 0 trains the weights
     lora_rank: int = 0
-    """rank of the policy's adapters on all projections and experts, the weights stay as they are; 0 trains the weights"""
-    lora_alpha: int = 0
-    """the adapters are scaled by this over --lora_rank; 0: twice the rank"""
+    lora_alpha: int = 0  # the adapters are scaled by this over --lora_rank; 0: twice the rank
+    # compute the activations of each layer again in backward, instead of keeping them
     checkpoint_activations: bool = False
-    """compute the activations of each layer again in backward, instead of keeping them"""
+    # optimizer: float32 weights, gradients and moments stay in CPU memory, where it steps (FSDP2's CPUOffloadPolicy)
     offload: Literal["none", "optimizer"] = "none"
-    """optimizer: float32 weights, gradients and moments stay in CPU memory and the optimizer steps there (FSDP2's CPUOffloadPolicy)"""
+    # gradients are clipped to this norm; a step with a non-finite norm is skipped and counted
     max_grad_norm: float = 1.0
-    """gradients are clipped to this norm; a step with a non-finite norm is skipped and counted"""
+    # of forward, engine and refit; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of forward, engine and refit; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32"""
-    ep: int = 1
-    """expert-parallel ranks"""
-    seed: int = 0
-    """of prompts' order, engines and tasks"""
-    out: str = ""
-    """folder for metrics.jsonl, checkpoints and the exported model; empty: out/<date>-<seed>"""
-    save_every: int = 0
-    """steps between checkpoints; 0: at the end only"""
-    keep: int = 2
-    """checkpoints kept"""
-    resume: bool = False
-    """go on from the newest checkpoint in --out"""
-    show_every: int = 10
-    """steps between printed sample rollouts; 0: never"""
-    wandb: str = ""
-    """Weights & Biases project; offline unless a key is set"""
+    ep: int = 1  # expert-parallel ranks
+    seed: int = 0  # of prompts' order, engines and tasks
+    out: str = ""  # folder for metrics.jsonl, checkpoints and the exported model; empty: out/<date>-<seed>
+    save_every: int = 0  # steps between checkpoints; 0: at the end only
+    keep: int = 2  # checkpoints kept
+    resume: bool = False  # go on from the newest checkpoint in --out
+    show_every: int = 10  # steps between printed sample rollouts; 0: never
+    wandb: str = ""  # Weights & Biases project; offline unless a key is set
 
     def __post_init__(self):
         """What follows from other flags where it was not given."""

@@ -231,3 +231,52 @@ def test_planted_capacity_that_forgets_what_is_being_trained():
             self.handed = handed
 
     seen(Wrong, "more groups in flight", n_rows=12, prompts=2, max_lag=1)
+
+
+def batches(n_rows, reward, most=2, **flags):
+    """The first batches of a pool whose group g has the rewards `reward(g)`; groups end in their order, or as `hold` says."""
+    hold = flags.pop("hold", set())
+
+    async def run():
+        class Runner:
+            def remote(self, tasks, group_id, ids, attempt):
+                future = asyncio.get_running_loop().create_future()
+                started.append(group_id)
+                if group_id not in hold:
+                    future.set_result([Rollout(group_id, i, Result(r)) for i, r in zip(ids, reward(group_id))])
+                return future
+
+        runner, found = Runner(), []
+        runner.rollouts = runner
+        cfg = Config(**dict(prompts=2, samples=2, data_epochs=1) | flags)
+        pool = Rollouts(cfg, [{"prompt": "p"}] * n_rows, [runner], 2)
+        while len(found) < most and (batch := await asyncio.wait_for(pool.next_batch(), 5)):
+            found.append(batch)
+            pool.refitted(len(found))
+            hold.clear()
+        return found
+
+    started = []
+    found = asyncio.run(run())
+    return [(sorted({r["group"] for r in b["rollouts"]}), b["counts"]) for b in found], started
+
+
+def test_groups_whose_rewards_do_not_differ_are_replaced_until_the_cap_and_then_taken():
+    def equal(g):
+        return [1.0, 1.0] if g in (0, 3) or g > 5 else [0.0, 1.0]
+
+    (first, second), _ = batches(40, equal, dynamic_sampling=(0.0, 1.0))
+    assert first[0] == [1, 2] and first[1]["groups/filtered"] == 1
+    assert second[0] == [4, 5] and second[1]["groups/filtered"] == 1
+    (first, *_), started = batches(40, lambda g: [1.0, 1.0], dynamic_sampling=(0.0, 1.0), max_filtered=3.0)
+    assert first[0] == [6, 7] and first[1]["groups/filtered"] == 6
+    (first, *_), _ = batches(40, lambda g: [1.0, 1.0])
+    assert first[0] == [0, 1]
+
+
+def test_the_slowest_are_not_waited_for_with_oversample_and_start_again():
+    (first, second), started = batches(40, lambda g: [0.0, 1.0], oversample=2.0, hold={0, 2})
+    assert first[0] == [1, 3]
+    assert second[0] == [4, 5] or 0 in second[0]
+    assert second[1]["lag/dropped"] >= 2 or first[1]["lag/dropped"] == 2
+    assert started.count(0) == started.count(2) == 2

@@ -1,9 +1,11 @@
 """train.py without engines: bad input, schedules, metrics, gates, dealing, checkpoints' names."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -443,3 +445,16 @@ def test_a_fault_of_the_user_s_found_by_an_actor_is_told_in_one_line_with_exit_c
     monkeypatch.setattr(train, "run", fails)
     assert train.main(["--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err == "instar: no such tool\n"
+
+
+def test_help_says_of_every_flag_what_it_is_and_nothing_else(capsys):
+    with pytest.raises(SystemExit):
+        train.parse(["--help"])
+    shown = re.sub(r"[\s│╭╰╮╯─]+", " ", capsys.readouterr().out)
+    lines = inspect.getsource(Config).split("\n")
+    for f in dataclasses.fields(Config):
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"    {f.name}: "))
+        own = lines[at].partition("  # ")[2] or lines[at - 1].partition("    # ")[2]  # beside the field, or above it
+        names = re.finditer(rf" --(no_)?{f.name}[ ,]", shown)
+        assert own and any(re.sub(r"\s+", " ", own) in shown[m.end() : m.end() + 400] for m in names), f.name
+    assert not re.search(r"---- \w+\.py", shown)  # a heading of the fields
