@@ -21,10 +21,12 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import ray
+from safetensors.numpy import load_file, save_file
 
 from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
 from estimator import keeps
@@ -140,20 +142,26 @@ class Engine:
             spans = self.spans.pop(name)
         tokens = np.asarray(done.token_ids, np.int32)
         logprobs = np.asarray(done.logprobs.logprobs, np.float32)
-        versions = stamp(spans, len(tokens))
+        versions, experts = stamp(spans, len(tokens)), done.routed_experts
         mark = digest(np.asarray(ids, np.int32), tokens, logprobs, versions)
-        return Reply(tokens, logprobs, versions, mark, done.finish_reason, done.routed_experts)
+        if experts is not None and len(spans) > 1:  # the refit routed its past anew, and vLLM gives the rows of before
+            experts = (await self.once([*ids, *tokens[:-1].tolist()])).outputs[0].routed_experts
+        return Reply(tokens, logprobs, versions, mark, done.finish_reason, experts)
+
+    async def once(self, ids: list[int], **params):
+        """vLLM's output of a request for one token after `ids`, at temperature 1."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, flat_logprobs=True, detokenize=False, **params)
+        async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=f"once-{uuid.uuid4().hex}"):
+            pass
+        return out
 
     async def score(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray | None, int]:
         """The probe, answered open or not: log-probs at temperature 1 of ids[1:] (float32 [T-1]), expert rows [T, L, K], and the
         engine's version."""
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        name = f"probe-{time.monotonic_ns()}"
-        async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=name):
-            pass
+        out = await self.once(ids, prompt_logprobs=0)
         rows = out.prompt_logprobs
         logprobs = [
             rows.logprobs[rows.token_ids.index(t, a, b)]
@@ -528,6 +536,7 @@ class Rollouts:
             from transformers import AutoTokenizer
 
             self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
+        self.files = sorted(Path(cfg.train_from).glob("*.jsonl")) if cfg.train_from else []
         self.new_batch()
 
     def new_batch(self) -> None:
@@ -657,8 +666,10 @@ class Rollouts:
         """Wait for a batch of groups. None when the data has ended.
 
         Returns rollouts (one entry each: what rewards and statistics need), rows (one per segment: id, rollout, length,
-        trained tokens) and the counts of what failed. The rows themselves are fetched with `fetch`.
+        trained tokens), the counts of what failed and the version. The rows themselves are fetched with `fetch`.
         """
+        if self.cfg.train_from:
+            return self.read_next()
         self.drop_stale(self.version)
         self.fill()
         while not self.fault and not (groups := self.choose()) and self.groups:
@@ -673,17 +684,38 @@ class Rollouts:
         rollouts = [o for g in sorted(groups, key=lambda g: g.id) for o in g.rollouts]
         batch = {
             "rollouts": [
-                {"group": o.group_id, "result": o.result, "seconds": o.seconds}
+                {"group": o.group_id, "id": o.rollout_id, "result": o.result, "seconds": o.seconds}
                 | {"replies": o.replies, "other_ids": o.other_ids}
                 for o in rollouts
             ],
             "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
             "counts": {"rollouts/finished": len(rollouts)} | self.counts,
             "first_error": self.first_error,
+            "version": self.version,
         }
         batch["counts"] |= sum((Counter(o.counts) for o in rollouts), Counter())
         self.new_batch()
+        self.batch = batch
+        if self.cfg.save_rollouts:
+            await self.save(f"{groups[0].id:08d}")
         return batch
+
+    def read_next(self) -> dict | None:
+        """The next batch of --train_from."""
+        if self.position == len(self.files):
+            return None
+        batch, segments = read_batch(self.files[self.position])
+        for row, segment in zip(batch["rows"], segments):
+            row |= self.keep(segment)
+        self.position += 1
+        return batch
+
+    async def save(self, name: str) -> str:
+        """Write the batch that was handed out last to <out>/rollouts; returns the path of its .jsonl."""
+        rows = self.fetch([row["id"] for row in self.batch["rows"]])
+        path = Path(self.cfg.out, "rollouts", f"{name}.jsonl")
+        write_batch(path, self.batch, [await row if isinstance(row, ray.ObjectRef) else row for row in rows])
+        return str(path)
 
     def fetch(self, ids: list[int]) -> list:
         """Rows: a small one itself, of others an object ref."""
@@ -694,7 +726,10 @@ class Rollouts:
         for group in self.handed:
             self.forget(group)
         self.handed, self.version = [], version
-        self.fill()
+        if self.cfg.train_from:
+            self.store.clear()
+        else:
+            self.fill()
 
     async def snapshot(self) -> dict:
         """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
@@ -704,6 +739,40 @@ class Rollouts:
         where = {"version": self.version, "position": self.position, "next_row": self.next_row}
         queue = running + [(g.id, g.tries) for g in self.queue]
         return where | {"queue": queue, "groups": finished, "store": store, "ended": self.ended}
+
+
+PARTS = ("tokens", "mask", "logprobs", "versions", "experts", "experts_ok")  # of a Segment, one entry per token
+
+
+def write_batch(path: Path, batch: dict, segments: list[Segment]) -> None:
+    """A batch as two files: <name>.jsonl, its counts in the first line and a rollout in each other one, and
+    <name>.safetensors, the fields of all rows' tokens one after the other."""
+    path.parent.mkdir(exist_ok=True)
+    present = [name for name in PARTS if segments and getattr(segments[0], name) is not None]
+    arrays = {name: np.concatenate([getattr(s, name) for s in segments]) for name in present}
+    save_file(arrays, path.with_suffix(".safetensors"))
+    lines = [{k: batch[k] for k in ("version", "counts", "first_error")}]
+    for i, rollout in enumerate(batch["rollouts"]):
+        own = [s for row, s in zip(batch["rows"], segments) if row["rollout"] == i]
+        rows = [{"tokens": len(s), "replies": [(a, b, mark.hex()) for a, b, mark in s.replies]} for s in own]
+        lines.append(rollout | {"result": vars(rollout["result"]), "rows": rows})
+    path.write_text("".join(json.dumps(line, default=float) + "\n" for line in lines))
+
+
+def read_batch(path: Path) -> tuple[dict, list[Segment]]:
+    """What `write_batch` was given, without ids of rows."""
+    first, *rollouts = map(json.loads, path.read_text().splitlines())
+    arrays, segments, rows, at = load_file(path.with_suffix(".safetensors")), [], [], 0
+    for i, rollout in enumerate(rollouts):
+        rollout["result"] = Result(**rollout["result"])
+        for row in rollout.pop("rows"):
+            own = {name: array[at : at + row["tokens"]] for name, array in arrays.items()}
+            replies = [(a, b, bytes.fromhex(mark)) for a, b, mark in row["replies"]]
+            own |= dict(replies=replies, group_id=rollout["group"], rollout_id=rollout["id"])
+            segments.append(Segment(**own, **vars(rollout["result"])))
+            rows.append({"rollout": i})
+            at += row["tokens"]
+    return first | {"rollouts": rollouts, "rows": rows}, segments
 
 
 def load_rows(data: str, prompt_key: str) -> list[dict]:
@@ -805,7 +874,7 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int):
     cfg = SimpleNamespace(**vars(cfg))  # actors need the values, not the module that defines the class
     env = {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false"}
     gpus = visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
-    playing = cfg.estimator != "sft"  # demonstrations need no engine
+    playing = cfg.estimator != "sft" and not cfg.train_from  # else nothing is sampled
     need = playing * cfg.engines * cfg.engine_tp
     shared = dict(namespace=f"instar-{os.getpid()}-{time.time_ns()}", log_to_driver=False, logging_level="error")
     if cfg.ray_address:

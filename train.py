@@ -132,6 +132,9 @@ class Config:
     max_context: int = 256  # tokens per rollout, prompt included
     ray_address: str = ""  # Ray cluster to join ("auto" under Slurm); empty starts one on this node
 
+    save_rollouts: bool = False  # write each batch to --out/rollouts, for --train_from
+    train_from: str = ""  # train on the batches in this folder, as --save_rollouts wrote them, without engines
+
     # ---- replay.py
 
     tokens_per_microbatch: int = 16384  # tokens per forward, padding included: a strict bound on memory
@@ -249,7 +252,7 @@ def parse(argv: list[str] | None = None) -> Config:
         close = difflib.get_close_matches(meant, names, n=1, cutoff=0.7)
         fix = f", did you mean {close[0]}?" if close else "; see --help"
         raise ValueError(f"{unknown[0]}: there is no such flag{fix}")
-    for name in ("agent", "data", "model", "reward", "ref_model", "critic_model"):
+    for name in ("agent", "data", "model", "reward", "ref_model", "critic_model", "train_from"):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
     cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
@@ -374,6 +377,8 @@ def check_inputs(cfg: Config) -> list[dict]:
         (Path(cfg.out) / ".writable").unlink()
     except OSError as e:
         raise ValueError(f"--out {cfg.out} cannot be written ({e.strerror})") from None
+    if cfg.train_from and not list(Path(cfg.train_from).glob("*.jsonl")):
+        raise ValueError(f"--train_from {cfg.train_from}: there are no batches, as --save_rollouts writes them")
     if cfg.resume and not checkpoints(cfg.out):
         raise ValueError(f"--resume: --out {cfg.out} has no checkpoint")
     if not cfg.resume and (Path(cfg.out) / "metrics.jsonl").exists():
@@ -1189,7 +1194,7 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
     r = Run(cfg, device, control, clock, console, learners, reference, chat, rollouts, engines)
     clock.mark("time/start_trainer")
-    if cfg.estimator != "sft":
+    if cfg.estimator != "sft" and not cfg.train_from:
         ray.get([e.ready.remote() for e in engines], timeout=START_TIMEOUT)
         host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
         model, dtype = learners["policy"].replay.model, getattr(torch, cfg.dtype)
@@ -1249,7 +1254,8 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
     micros = [micro for part in parts for micro in part]
 
     def gate() -> None:
-        check_gates(cfg, meter.reduce(r.control))
+        if r.refit:  # else nobody sampled with these weights
+            check_gates(cfg, meter.reduce(r.control))
 
     if not one_forward(cfg):
         score(policy.replay, micros, meter)
@@ -1266,8 +1272,7 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
         tokens = dataclasses.replace(cfg, loss_agg="token_mean")
         learn(tokens, critic, batch, parts, value_objective, meter, "critic_")
     if warm:
-        late = gate if one_forward(cfg) and cfg.estimator != "sft" else None
-        taken = learn(cfg, policy, batch, parts, policy_objective, meter, gate=late)
+        taken = learn(cfg, policy, batch, parts, policy_objective, meter, gate=gate if one_forward(cfg) else None)
     for learner in r.learners.values():
         learner.scheduler.step()
     return taken
@@ -1293,10 +1298,20 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
         parts, segments = fetch(r, batch)
         meter, lr = Meter(seen), policy.scheduler.get_last_lr()[0]
-        verify([micro for part in parts for micro in part], segments, version, r.device, meter)
-        version += update(r, batch, parts, meter, step >= cfg.critic_warmup_steps) > 0
-        learnt = meter.reduce(r.control)
-        check_mass(learnt)
+        try:
+            verify(
+                [micro for part in parts for micro in part],
+                segments,
+                version if r.refit else batch["version"],
+                r.device,
+                meter,
+            )
+            version += update(r, batch, parts, meter, step >= cfg.critic_warmup_steps) > 0
+            learnt = meter.reduce(r.control)
+            check_mass(learnt)
+        except InvariantError as e:
+            saved = ray.get(r.rollouts.save.remote(f"stopped-{step + 1}"))
+            raise InvariantError(f"{e}\nThe batch is in {saved}; --train_from its folder runs it again") from e
         if cfg.kl_target:
             rollouts = len(batch["rollouts"])
             cfg.kl_coef = adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts)

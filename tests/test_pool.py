@@ -6,12 +6,13 @@ import math
 import pickle
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import Result
-from rollout import Rollout, Rollouts
+from agent import Result, Segment
+from rollout import PARTS, Rollout, Rollouts, read_batch, write_batch
 from train import Config
 
 
@@ -280,3 +281,29 @@ def test_the_slowest_are_not_waited_for_with_oversample_and_start_again():
     assert second[0] == [4, 5] or 0 in second[0]
     assert second[1]["lag/dropped"] >= 2 or first[1]["lag/dropped"] == 2
     assert started.count(0) == started.count(2) == 2
+
+
+def test_a_batch_is_read_from_its_files_as_it_was_written(tmp_path):
+    rows = []
+    for i, n in enumerate((5, 9, 4)):
+        fields = [np.arange(n, dtype=np.int32), np.arange(n) > 2, np.linspace(0, -1, n, dtype=np.float32)]
+        experts = np.full((n, 2, 2), i, np.uint8)
+        row = Segment(
+            *fields, np.full(n, i, np.int32), experts, np.arange(n) < n - 1, [(2, n, b"\x00mark\xff")], 7, 70 + i // 2
+        )
+        rows.append(row)
+    results = [Result(0.5, [0.5], {"a": 1.0}, {"calls": np.float32(2.0)}, True), Result()]
+    rollouts = [
+        {"group": 7, "id": 70 + i, "result": r, "seconds": 1.5, "replies": 2, "other_ids": 1}
+        for i, r in enumerate(results)
+    ]
+    batch = {"version": 3, "counts": {"rollouts/finished": 2}, "first_error": "x", "rollouts": rollouts}
+    batch["rows"] = [{"id": i, "rollout": i // 2, "tokens": len(s), "trained": 1} for i, s in enumerate(rows)]
+    write_batch(tmp_path / "new" / "1.jsonl", batch, rows)
+    again, segments = read_batch(tmp_path / "new" / "1.jsonl")
+    assert again | {"rows": 0} == batch | {"rows": 0} and [r["rollout"] for r in again["rows"]] == [0, 0, 1]
+    for s, t in zip(rows, segments, strict=True):
+        for name in PARTS:
+            assert (getattr(s, name) == getattr(t, name)).all() and getattr(s, name).dtype == getattr(t, name).dtype
+        assert (s.replies, s.group_id, s.rollout_id) == ([tuple(r) for r in t.replies], t.group_id, t.rollout_id)
+    assert segments[0].reward == 0.5 and segments[0].truncated and not segments[2].truncated

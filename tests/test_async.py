@@ -1,0 +1,100 @@
+"""Runs that overlap: stale and interrupted rollouts of a mixture of experts, every stamp rescored, batches trained again from files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_run import finish, metrics, start
+
+import train
+from replay import pack
+from rollout import read_batch
+
+pytestmark = pytest.mark.e2e
+STEPS, LAG = 6, 2
+FLAGS = [
+    "--replay_experts",
+    "--max_lag",
+    LAG,
+    "--is_level",
+    "token",
+    "--prompts",
+    4,
+    "--samples",
+    4,
+    "--minibatches",
+    1,
+]
+FLAGS += ["--max_tokens", 120, "--max_context", 512, "--max_turns", 3, "--steps", STEPS, "--show_every", 0]
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory, tiny):
+    """Two engines, replies that refits interrupt, experts replayed, each version's weights and each batch kept."""
+    out = tmp_path_factory.mktemp("async") / "run"
+    flags = ["--model", f"{tiny}/moe", "--agent", "tests/talker.py", "--partial", "--engines", 2, "--max_gap", 1e-5]
+    code, text = finish(start(*FLAGS, *flags, "--save_every", 1, "--keep", 20, "--save_rollouts", "--out", out))
+    assert code == 0, text[-3000:]
+    return out
+
+
+def model_of(out):
+    return json.loads((out / "config.json").read_text())["model"]
+
+
+def test_on_version_tokens_agree_at_every_step_of_an_interrupted_run_with_replayed_experts(asynchronous):
+    rows = metrics(asynchronous)
+    assert len(rows) == STEPS and max(r["lag/max"] for r in rows) == LAG
+    for row in rows:
+        assert row["gap/on_version_max"] <= 1e-5 and row["gap/on_version_tokens"] >= 100
+        assert row["experts/agreement"] >= 0.98 and row["experts/replayed"] == 1.0 and row["experts/missing"] == 0
+
+
+def test_every_token_is_stamped_with_the_version_whose_weights_give_its_log_prob(
+    asynchronous, process_group, monkeypatch
+):
+    """Each version's tokens under that version's checkpoint: a refit amid a reply is seen to the token."""
+    segments = [s for path in sorted(asynchronous.glob("rollouts/*.jsonl")) for s in read_batch(path)[1]]
+    cfg = train.Config(model=model_of(asynchronous), dtype="float32", out=str(asynchronous), resume=True)
+    policy = train.build_policy(cfg, "cpu")
+    checked, wrong = 0, []
+    for version in range(STEPS):
+        if version:
+            monkeypatch.setattr(train, "checkpoints", lambda out, v=version: [Path(out, f"checkpoint-{v:06d}")])
+            train.load_checkpoint(cfg, {"policy": policy})
+        for s in segments:
+            own = s.mask & (s.versions == version)
+            if own.any():
+                micro = pack([s], [0])
+                micro.experts = None  # the live choice: rows that are replayed are those of the last version
+                with torch.no_grad():
+                    logprobs = policy.replay.forward(micro)[0][0].numpy()
+                assert np.abs(logprobs - s.logprobs)[own].max() <= 1e-5
+                checked += own.sum()
+                wrong.append(np.abs(logprobs - s.logprobs)[s.mask & ~own].max(initial=0))
+    assert checked == sum(s.mask.sum() for s in segments)
+    assert max(wrong) > 1e-2  # another version's weights would have shown
+    mixed = [s for s in segments if len(set(s.versions[s.mask])) > 1]
+    inside = [s for s in mixed if any(len(set(s.versions[a:b])) > 1 for a, b, _ in s.replies)]
+    print(f"{checked} tokens, {len(mixed)} of {len(segments)} rows of several versions, {len(inside)} within a reply")
+    assert len(inside) >= 3 and all((np.diff(s.versions[s.mask]) >= 0).all() for s in segments)
+
+
+def test_batches_from_files_are_trained_as_they_were_without_an_engine(asynchronous, tmp_path):
+    flags = [
+        *FLAGS,
+        "--model",
+        model_of(asynchronous),
+        "--train_from",
+        asynchronous / "rollouts",
+        "--out",
+        tmp_path / "run",
+    ]
+    code, text = finish(start(*flags))
+    assert code == 0, text[-3000:]
+    before, again = metrics(asynchronous), metrics(tmp_path / "run")
+    assert len(again) == STEPS and "engines" not in text
+    for name in ("loss/policy", "optim/grad_norm", "reward/mean", "is/weight_mean", "gap/off_version_mean"):
+        assert [r[name] for r in again] == pytest.approx([r[name] for r in before], rel=1e-6, abs=1e-6), name
