@@ -280,10 +280,10 @@ class Line:
         self.outbox, self.waiting = [], {}
         self.sender = self.receiver = None
 
-    async def generate(self, name: str, ids: list[int], max_tokens: int, known: int, stop=(), grammar=None) -> Reply:
-        """Engine.generate. Raises EngineFault when the engine or the way to it is broken."""
+    async def generate(self, name: str, *asked) -> Reply:
+        """Engine.generate, by place. Raises EngineFault when the engine or the way to it is broken."""
         future = self.waiting[name] = asyncio.get_running_loop().create_future()
-        self.outbox.append((name, ids, max_tokens, known, None, stop, grammar))
+        self.outbox.append((name, *asked))
         if not self.sender or self.sender.done():
             self.sender = asyncio.create_task(self.loop(self.send, self.outbox))
         if not self.receiver or self.receiver.done():
@@ -345,11 +345,11 @@ class Runner:
             return await method(*args)
         return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
 
-    async def rollouts(self, tasks: list[Task], group_id: int, rollout_ids: list[int], attempt: int) -> list[Rollout]:
+    async def rollouts(self, tasks: list[Task], group_id: int, ids: list[int], *how) -> list[Rollout]:
         """One rollout of each task, all at once."""
-        return await asyncio.gather(*[self.rollout(t, group_id, i, attempt) for t, i in zip(tasks, rollout_ids)])
+        return await asyncio.gather(*[self.rollout(t, group_id, i, *how) for t, i in zip(tasks, ids)])
 
-    async def rollout(self, task: Task, group_id: int, rollout_id: int, attempt: int) -> Rollout:
+    async def rollout(self, task: Task, group_id: int, rollout_id: int, attempt: int, temperature=None) -> Rollout:
         """Play one episode. A fault of the agent (it raises, is too slow, gives no number) comes back as `error`; an
         EngineFault is raised."""
         line, turns, start = self.lines[group_id % len(self.lines)], itertools.count(), time.perf_counter()
@@ -358,7 +358,7 @@ class Runner:
         async def generate(ids, max_tokens, known, stop=(), grammar=None):
             name = f"{rollout_id}.{attempt}.{next(turns)}"
             try:
-                return await line.generate(name, ids, max_tokens, known, stop, grammar)
+                return await line.generate(name, ids, max_tokens, known, temperature, stop, grammar)
             except EngineFault as e:
                 broken.append(e)
                 raise
@@ -609,11 +609,9 @@ class Rollouts:
             replies, rows = sum(len(s.replies) for s in found), [self.keep(s) for s in found]
             return [Rollout(group.id, group.id, result, replies=replies, rows=rows)]
         ids = [group.id * cfg.samples + i for i in range(cfg.samples)]
-        messages, label = messages_of(row[cfg.prompt_key]), row.get(cfg.label_key)
         runner = self.runners[group.id % len(self.runners)]
         for attempt in range(2):
-            seeds = [cfg.seed * 1_000_003 + i * 2 + attempt for i in ids]
-            tasks = [Task(messages, label, row, seed, tools=row.get("tools") or []) for seed in seeds]
+            tasks = self.tasks(row, [i * 2 + attempt for i in ids])
             outs = runner.rollouts.remote(tasks, group.id, ids, 2 * group.tries + attempt)
             try:
                 outs = await outs
@@ -630,6 +628,30 @@ class Rollouts:
             self.counts["groups/retried"] += attempt == 0
             group.version = self.version  # it begins anew
         return []
+
+    def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
+        cfg, tools = self.cfg, row.get("tools") or []
+        messages, label = messages_of(row[cfg.prompt_key]), row.get(cfg.label_key)
+        return [Task(messages, label, row, cfg.seed * 1_000_003 + seed, tools=tools) for seed in seeds]
+
+    async def evaluate(self, rows: list[dict]) -> list[dict]:
+        """Play each row --eval_samples times: the row's place, reward, error and versions of each rollout."""
+        cfg, some = self.cfg, asyncio.Semaphore(self.cfg.prompts)
+
+        async def several(at: int, row: dict) -> list[Rollout]:
+            ids = [
+                -1 - at * cfg.eval_samples - i for i in range(cfg.eval_samples)
+            ]  # no id of a rollout that is trained
+            async with some:
+                runner = self.runners[at % len(self.runners)]
+                return await runner.rollouts.remote(self.tasks(row, ids), at, ids, 0, cfg.eval_temperature)
+
+        outs = [o for group in await asyncio.gather(*map(several, range(len(rows)), rows)) for o in group]
+        versions = [{int(v) for s in o.segments for v in np.unique(s.versions[s.mask])} for o in outs]
+        return [
+            {"row": o.group_id, "reward": o.result.reward, "error": o.error, "versions": v}
+            for o, v in zip(outs, versions)
+        ]
 
     def count_failed(self, errors: list[str]) -> None:
         self.counts["rollouts/failed"] += len(errors)
@@ -775,24 +797,24 @@ def read_batch(path: Path) -> tuple[dict, list[Segment]]:
     return first | {"rollouts": rollouts, "rows": rows}, segments
 
 
-def load_rows(data: str, prompt_key: str) -> list[dict]:
-    """All rows of a jsonl, json or parquet file or a hub dataset; raises ValueError naming --data or the bad row."""
+def load_rows(data: str, prompt_key: str, flag: str = "--data") -> list[dict]:
+    """All rows of a jsonl, json or parquet file or a hub dataset; raises ValueError naming the flag or the bad row."""
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
     kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(data.rsplit(".", 1)[-1])
     if kind and not os.path.isfile(data):
-        raise ValueError(f"--data {data}: there is no such file")
+        raise ValueError(f"{flag} {data}: there is no such file")
     if kind and os.path.getsize(data) == 0:
-        raise ValueError(f"--data {data}: the file is empty")
+        raise ValueError(f"{flag} {data}: the file is empty")
     rows = load_dataset(kind, data_files=data, split="train") if kind else load_dataset(data, split="train")
     if len(rows) == 0:
-        raise ValueError(f"--data {data}: there are no rows")
+        raise ValueError(f"{flag} {data}: there are no rows")
     if prompt_key not in rows.column_names:
-        raise ValueError(f"--data {data}: row 0 has no {prompt_key!r}, only {rows.column_names}; set --prompt_key")
+        raise ValueError(f"{flag} {data}: row 0 has no {prompt_key!r}, only {rows.column_names}; set --prompt_key")
     for i, prompt in enumerate(rows[prompt_key]):
         if not prompt:
-            raise ValueError(f"--data {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key")
+            raise ValueError(f"{flag} {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key")
     return rows.to_list()
 
 

@@ -54,6 +54,7 @@ from estimator import (
     explained_variance,
     lengths,
     overlong,
+    pass_at_k,
     value_targets,
 )
 from loss import (
@@ -134,6 +135,14 @@ class Config:
 
     save_rollouts: bool = False  # write each batch to --out/rollouts, for --train_from
     train_from: str = ""  # train on the batches in this folder, as --save_rollouts wrote them, without engines
+
+    eval_data: str = ""  # rows to evaluate on, as --data; a column data_source splits the scores
+    eval_every: int = 0  # steps between evaluations; 0: none
+    eval_at_start: bool = False  # evaluate before the first step too
+    eval_only: bool = False  # evaluate --model, or with --resume the newest checkpoint, and end
+    eval_samples: int = 1  # rollouts of each row
+    eval_temperature: float = 0.0  # of evaluations; 0 is greedy
+    eval_solved: float = 1.0  # reward from which a rollout counts as solved, for pass@k
 
     # ---- replay.py
 
@@ -252,7 +261,7 @@ def parse(argv: list[str] | None = None) -> Config:
         close = difflib.get_close_matches(meant, names, n=1, cutoff=0.7)
         fix = f", did you mean {close[0]}?" if close else "; see --help"
         raise ValueError(f"{unknown[0]}: there is no such flag{fix}")
-    for name in ("agent", "data", "model", "reward", "ref_model", "critic_model", "train_from"):
+    for name in ("agent", "data", "model", "reward", "ref_model", "critic_model", "train_from", "eval_data"):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
     cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
@@ -284,6 +293,8 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         engine_args = False
     grouped, constant = cfg.estimator in GROUP_ESTIMATORS, cfg.loss_agg == "constant"
     corrected = cfg.is_level != "off" or cfg.old == "behaviour" or cfg.loss == "dppo"
+    evals = bool(cfg.eval_every or cfg.eval_at_start or cfg.eval_only)
+    several = cfg.eval_samples > 1 and cfg.eval_temperature == 0
     stale = cfg.max_lag > 0 and not corrected and cfg.estimator != "sft"
     return [
         (cfg.agent_cmd and not cfg.reward, "agent_cmd", "set --reward to the file that grades what it did"),
@@ -293,6 +304,8 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.offload != "none" and cfg.ep > 1, "offload ep", "the experts would not leave the CPU: set --ep 1"),
         (cfg.max_context > cfg.tokens_per_microbatch, "tokens_per_microbatch max_context", "raise the first"),
         (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
+        (evals != bool(cfg.eval_data), "eval_data", "set it with --eval_every, --eval_at_start or --eval_only"),
+        (several, "eval_samples eval_temperature", "greedy samples are all the same: set a temperature"),
         (cfg.max_lag < 0, "max_lag", "is 0 for strictly on-policy, or positive"),
         (cfg.oversample < 1, "oversample", "must be at least 1"),
         (cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1], "dynamic_sampling", "LO is not below HI"),
@@ -358,6 +371,8 @@ def check_inputs(cfg: Config) -> list[dict]:
                 raise ValueError(
                     f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
                 )
+    if cfg.eval_data:
+        load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
     for flag in ("critic_model", "ref_model", "model"):
         if not (path := getattr(cfg, flag)):
             continue
@@ -600,14 +615,15 @@ def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, pool
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         for old in checkpoints(cfg.out)[: -cfg.keep]:
-            shutil.rmtree(old)
+            if old.name != where["best"].get("checkpoint"):
+                shutil.rmtree(old)
     dist.barrier()
 
 
 def newest(cfg: Config) -> dict:
     """Where the run stands: step and version of the newest checkpoint, or zeros."""
     if not cfg.resume:
-        return {"step": 0, "version": 0, "kl_coef": cfg.kl_coef}
+        return {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}}
     return json.loads((checkpoints(cfg.out)[-1] / "run.json").read_text())
 
 
@@ -724,6 +740,7 @@ class Clock:
 
 SHOWN = {  # in the console's line of a step, those that the run has
     "reward": ("reward/mean", ".3f"),
+    "pass@1": ("eval/pass@1", ".3f"),
     "kl": ("kl/ref", ".4f"),
     "loss": ("loss/policy", ".4f"),
     "turns": ("rollouts/turns", ".1f"),
@@ -762,8 +779,7 @@ class Log:
         self.bar.update(self.task, completed=m["step"])
         shown = "  ".join(f"{label} {m[key]:{form}}" for label, (key, form) in SHOWN.items() if key in m)
         spent = ", ".join(f"{k} {m['time/' + k]:.1f}" for k in ("generate", "train", "refit") if "time/" + k in m)
-        seconds = m.get("time/step", m["time/train"])
-        line = f"step {m['step']:4d}  {shown}  {seconds:.1f} s ({spent})"
+        line = f"step {m['step']:4d}  {shown}" + (f"  {m['time/step']:.1f} s ({spent})" if spent else "")
         self.console.print(line, highlight=False, soft_wrap=True)
         if self.wandb:
             self.wandb.log(m, step=m["step"])
@@ -1235,14 +1251,47 @@ def prove(r: Run, version: int) -> Meter:
     return seen
 
 
-def fetch(r: Run, batch: dict) -> tuple[list, list]:
-    """This rank's rows of a batch: (micro-batches of each minibatch, on the CPU, the Segments that they are packed from)."""
+def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
+    """The eval/… metrics of rank 0: rewards and the unbiased pass@k, k = 1, 2, 4, …, over rollouts, for each data source too.
+
+    best: {checkpoint, version, score} of the best pass@1 so far, updated in place. Raises InvariantError for mixed versions.
+    """
+    cfg, n, found = r.cfg, r.cfg.eval_samples, {}
+    rows = load_rows(cfg.eval_data, cfg.prompt_key)
+    outs = ray.get(r.rollouts.evaluate.remote(rows))
+    if (seen := set().union(*(out["versions"] for out in outs))) - {version}:
+        raise InvariantError(f"policy version: an evaluation of version {version} has tokens of {sorted(seen)}")
+    sources = [str(row.get("data_source") or "") for row in rows]
+    for source in ["", *sorted(set(sources) - {""})]:
+        rewards = [[] for _ in rows]
+        for out in outs:
+            rewards[out["row"]].append(0.0 if out["error"] else out["reward"])
+        rewards = [x for x, own in zip(rewards, sources) if source in ("", own)]
+        name, solved = (
+            f"eval/{source}/" if source else "eval/",
+            [sum(x >= cfg.eval_solved for x in xs) for xs in rewards],
+        )
+        found[name + "reward"] = float(np.mean(rewards))
+        for k in (2**i for i in range(n.bit_length())):
+            found[f"{name}pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for c in solved]))
+    found["eval/failed"] = sum(bool(out["error"]) for out in outs)
+    if found["eval/pass@1"] > best.get("score", -1.0):
+        best |= {"checkpoint": f"checkpoint-{step:06d}", "version": version, "score": found["eval/pass@1"]}
+    scores = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in found.items())
+    r.console.print(f"eval of version {version}: {scores}", highlight=False, soft_wrap=True)
+    return found
+
+
+def fetch(r: Run, batch: dict, version: int, meter: Meter) -> tuple[list, list]:
+    """This rank's rows of a batch: (micro-batches of each minibatch, verified, the Segments that they are packed from)."""
     parts = [p[dist.get_rank()] for p in batch["plan"]]
     mine = [i for part in parts for micro in part for i in micro]
     rows = ray.get(r.rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
     segments = [ray.get(row) if isinstance(row, ray.ObjectRef) else row for row in rows]
     place, owners = {row: at for at, row in enumerate(mine)}, [batch["rows"][i]["rollout"] for i in mine]
-    return [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts], segments
+    parts = [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts]
+    verify([micro for part in parts for micro in part], segments, version, r.device, meter)
+    return parts, segments
 
 
 def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
@@ -1286,7 +1335,11 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     r = start(cfg, rows, where)
     cfg, version, rank, policy = r.cfg, where["version"], dist.get_rank(), r.learners["policy"]
     seen = prove(r, version)
-    log = Log(cfg, r.console, where["step"]) if rank == 0 else None
+    log, best = Log(cfg, r.console, where["step"]) if rank == 0 else None, where["best"]
+    if (cfg.eval_at_start or cfg.eval_only) and rank == 0:
+        log.write({"step": where["step"], "version": version} | evaluate(r, version, where["step"], best))
+    if cfg.eval_only:
+        cfg.steps = where["step"]
 
     for step in range(where["step"], cfg.steps):
         batch = from_rank_0(r.control, next_batch(cfg, r.rollouts, world) if rank == 0 else None)
@@ -1296,16 +1349,9 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         r.clock.mark("time/generate")
 
         # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
-        parts, segments = fetch(r, batch)
         meter, lr = Meter(seen), policy.scheduler.get_last_lr()[0]
         try:
-            verify(
-                [micro for part in parts for micro in part],
-                segments,
-                version if r.refit else batch["version"],
-                r.device,
-                meter,
-            )
+            parts, segments = fetch(r, batch, version if r.refit else batch["version"], meter)
             version += update(r, batch, parts, meter, step >= cfg.critic_warmup_steps) > 0
             learnt = meter.reduce(r.control)
             check_mass(learnt)
@@ -1324,6 +1370,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
 
         metrics = {"step": step + 1, "version": version, "optim/lr": lr, "kl/coef": cfg.kl_coef}
         metrics |= batch_metrics(batch) | learnt | refit_metrics
+        if evaluated := cfg.eval_every and (step + 1) % cfg.eval_every == 0 and rank == 0:
+            metrics |= evaluate(r, version, step + 1, best)
         if cfg.estimator == "sft":  # nothing was sampled
             sampled = "reward/", "gap/", "lag/", "is/", "advantage/"
             metrics = {k: v for k, v in metrics.items() if not k.startswith(sampled)}
@@ -1336,16 +1384,18 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
                 log.shown_error = True
                 told = f"a rollout failed; the first traceback:\n{batch['first_error']}"
                 r.console.print(told, style="red", markup=False)
-        where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef}
-        if cfg.save_every and (step + 1) % cfg.save_every == 0:
+        where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
+        better = from_rank_0(r.control, evaluated and best["version"] == version)
+        if better or cfg.save_every and (step + 1) % cfg.save_every == 0:
             save_checkpoint(cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if rank == 0 else None)
             r.clock.mark("time/save")
 
     if rank == 0:
         log.close()
-    save_checkpoint(cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if rank == 0 else None)
-    folder = export(cfg, policy.replay.model)
-    r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
+    if not cfg.eval_only:
+        save_checkpoint(cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if rank == 0 else None)
+        folder = export(cfg, policy.replay.model)
+        r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -137,6 +137,25 @@ def test_a_chat_agent_with_streamed_replies_climbs_to_nine_tenths(tmp_path):
     check_server_rows(climbs(tmp_path / "run", "--agent", "tests/chat_agent.py"))
 
 
+def test_an_evaluation_alone_scores_a_model_and_trains_nothing(tmp_path, trained):
+    out, *_ = trained
+    flags = [
+        "--eval_only",
+        "--eval_data",
+        "examples/starter/heldout.jsonl",
+        "--eval_samples",
+        2,
+        "--eval_temperature",
+        1.0,
+    ]
+    code, text = finish(start("--model", out / "model", *flags, "--out", tmp_path / "run"))
+    assert code == 0, text[-3000:]
+    (row,) = metrics(tmp_path / "run")
+    assert row["step"] == 0 and row["eval/pass@1"] >= 0.8 and row["eval/pass@2"] > row["eval/pass@1"]
+    assert row["eval/reward"] == pytest.approx(row["eval/pass@1"]) and row["eval/failed"] == 0
+    assert not list((tmp_path / "run").glob("checkpoint-*")) and "eval of version 0: " in text
+
+
 def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_run(tmp_path, trained):
     """The trained policy goes on from its export: vLLM loads it, and it plays as well as it did. 7 prompts make 2 batches."""
     (tmp_path / "rows.jsonl").write_text("".join(open("examples/starter/train.jsonl").readlines()[:7]))
