@@ -79,6 +79,7 @@ class Stage:
             dtype="float32",
             max_gap=1e-5,
             replay_experts=moe,
+            partial=True,
             minibatches=1,
             max_context=512,
             max_tokens=48,

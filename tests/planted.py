@@ -25,11 +25,24 @@ class Engine(rollout.Engine):
         self.bug = ""
 
     async def plant(self, bug: str) -> None:
-        self.bug = bug
+        self.bug = bug  # "stale cache" is in pause
         await self.llm.collective_rpc("plant", args=(bug,))
 
     async def heal(self) -> None:
         await self.plant("")
+
+    async def set(self, **flags) -> None:
+        self.cfg = SimpleNamespace(**vars(self.cfg) | flags)
+
+    async def pause(self) -> None:
+        real = self.llm.pause_generation
+
+        async def broken(mode: str, clear_cache: bool) -> None:
+            await real(mode=mode, clear_cache=clear_cache and self.bug != "stale cache")
+
+        self.llm.pause_generation = broken
+        await super().pause()
+        self.llm.pause_generation = real
 
     async def running(self) -> int:
         return self.llm.output_processor.get_num_unfinished_requests()
@@ -88,6 +101,17 @@ def main() -> int:
     elif bug == "weights":  # one tensor is never sent
         tensors = refit.hf_tensors
         refit.hf_tensors = lambda model, dtype: (x for x in tensors(model, dtype) if "layers.0.mlp.up_proj" not in x[0])
+    elif bug == "no pause":  # weights move under running requests
+
+        class Careless(rollout.Engine):
+            async def pause(self) -> None:
+                self.counts = {}
+                if self.version >= 0:  # at the first refit nothing runs
+                    await self.llm.start_weight_update()
+                else:
+                    await super().pause()
+
+        rollout.Engine = Careless
     else:
         raise SystemExit(f"no bug is called {bug}")
     return train.main(sys.argv[2:])

@@ -81,6 +81,57 @@ def test_a_paused_engine_keeps_its_requests_and_stamps_the_versions_of_both_side
         dense.reset()
 
 
+def test_without_partial_a_refit_waits_for_running_replies_and_holds_new_ones_back(dense):
+    prompt, old = dense.chat.encode("Count: 1, 2, 3,"), dense.version
+    ray.get(dense.engine.set.remote(partial=False))
+    try:
+        first = [dense.engine.generate.remote(f"waited-{i}", prompt, 300, 0, 1.0) for i in range(8)]
+        ray.wait(first, timeout=0.5)
+        assert dense.ask("running") > 0
+        dense.learn(scale=0.3)
+        paused = dense.engine.pause.remote()
+        held = [dense.engine.generate.remote(f"held-{i}", prompt, 20, 0, 1.0) for i in range(8)]
+        ray.get(paused, timeout=60)
+        ray.get(dense.engine.finish.remote(), timeout=60)
+        ray.get(dense.engine.resume.remote(old), timeout=60)  # nothing was sent: the whole refit comes now
+        assert not ray.wait(held, timeout=0.3)[0]  # closed until the probe has passed
+        dense.molt()
+        replies = ray.get(first, timeout=60)
+        assert {v for r in replies for v in r.versions} == {old} and len(
+            max(replies, key=lambda r: len(r.tokens)).tokens
+        ) > 50
+        assert {v for r in ray.get(held, timeout=60) for v in r.versions} == {old + 1}
+    finally:
+        ray.get(dense.engine.set.remote(partial=True))
+        dense.reset()
+
+
+def asked(stage, name, prompt, n=8, tokens=40):
+    """Rows of n replies to one prompt."""
+    rows = []
+    for reply in ray.get(
+        [stage.engine.generate.remote(f"{name}-{i}", prompt, tokens, 0, 1.0) for i in range(n)], timeout=60
+    ):
+        trace = Trace(prompt)
+        trace.reply(reply)
+        rows.append(trace.segment(Result(), 0, 0))
+    return rows
+
+
+def test_planted_a_stale_prefix_cache_is_served_after_a_refit(dense):
+    prompt = [5 + i % 200 for i in range(300)]  # two blocks of the cache and more
+    try:
+        assert dense.check(asked(dense, "fresh", prompt))["gap/on_version_max"] <= BAR  # the prompt is cached now
+        dense.ask("plant", "stale cache")
+        dense.learn(scale=0.3)
+        dense.molt()
+        with pytest.raises(InvariantError, match="^policy version: gap/on_version"):
+            dense.check(asked(dense, "stale", prompt))
+    finally:
+        dense.ask("heal")
+        dense.reset()
+
+
 def test_a_stop_string_ends_a_reply_and_its_ids_stay(dense):
     reply = ray.get(dense.engine.generate.remote("stopped", [5, 6, 7], 300, 0, 1.0, list("aeiou")))
     text, before = dense.chat.tokenizer.decode(reply.tokens), dense.chat.tokenizer.decode(reply.tokens[:-1])
