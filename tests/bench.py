@@ -2,6 +2,7 @@
 
 python tests/bench.py                # everything below, into out/bench.json
 python tests/bench.py run            # default training: start-up, generate, train, refit, idle
+python tests/bench.py overlap        # steps of a run that overlaps against a strictly on-policy one, and the bound; 5 minutes
 python tests/bench.py generate       # tokens/s of a generate phase against the same requests sent directly to AsyncLLM
 python tests/bench.py refit          # GB/s of a refit of 0.1 B parameters against a plain memory copy
 python tests/bench.py server         # requests/s of the capture server with a scripted engine, over connections beside vLLM's
@@ -51,6 +52,42 @@ def run(*flags: str) -> dict:
         "reward_last_3": sum(r["reward/mean"] for r in rows[-3:]) / 3,
         "gap_on_version_max": max(r["gap/on_version_max"] for r in rows),
     }
+
+
+def overlap(steps: int = 14) -> dict:
+    """--max_lag 2 --partial against --max_lag 0, with tools that wait so long that both phases take equal time, and without.
+
+    g and t are the strictly on-policy run's seconds a step in which the trainer and the engines idle; the bound on the speed-up
+    is (g + t) / max(g, t). Medians, without the first steps, which fill the pool.
+    """
+
+    def seconds(latency: float, *flags: str) -> tuple[float, float]:
+        out = os.path.abspath(f"out/bench-{time.time_ns()}")
+        flags = ["--agent", "tests/waiting.py", "--is_level", "token", "--epochs", "4", "--steps", str(steps), *flags]
+        command = [sys.executable, "train.py", "--out", out, "--show_every", "0", *flags]
+        subprocess.run(command, env=os.environ | {"INSTAR_LATENCY": str(latency)}, capture_output=True, check=True)
+        rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")][4:]
+        return tuple(float(np.median([r[k] for r in rows])) for k in ("time/step", "time/generate"))
+
+    whole, g = seconds(0.5)
+    latency = max(0.0, 0.5 + (whole - 2 * g) / 4)  # of the four turns of the slowest rollout: g is what the rest takes
+    found = {"latency": latency}
+    for name, wait in (("waiting", latency), ("computing", 0.0)):
+        strict, g = seconds(wait)
+        lagged, _ = seconds(wait, "--max_lag", "2", "--partial")
+        bound = strict / max(g, strict - g)
+        found |= {
+            f"{name}_generate": g,
+            f"{name}_rest": strict - g,
+            f"{name}_step": strict,
+            f"{name}_overlapped_step": lagged,
+        }
+        found |= {
+            f"{name}_speedup": strict / lagged,
+            f"{name}_bound": bound,
+            f"{name}_of_bound": strict / lagged / bound,
+        }
+    return found
 
 
 def generate() -> dict:
@@ -328,7 +365,8 @@ def gae(rows: int = 1024, tokens: int = 8192, looped: int = 16) -> dict:
 
 
 def main() -> None:
-    parts = {"run": run, "generate": generate, "refit": refit, "server": server, "logprob": logprob, "gae": gae}
+    parts = {"run": run, "overlap": overlap, "generate": generate, "refit": refit, "server": server}
+    parts |= {"logprob": logprob, "gae": gae}
     if sys.argv[1:2] == ["_logprob"]:
         return _logprob(*sys.argv[2:])
     wanted = sys.argv[1:] or list(parts)
