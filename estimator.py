@@ -1,7 +1,7 @@
 """Credit: the rewards of the rollouts -> one advantage for every action token.
 
 An estimator is a pure function of a `Batch` and the run's flat config that returns (advantages, metrics). To add one:
-write the function, add its line to ESTIMATORS, and to GROUP_ESTIMATORS when it compares the rollouts of a group, and
+write the function, add it to ESTIMATORS, and to GROUP_ESTIMATORS when it compares the rollouts of a group, and
 test it against its formula in plain Python. What shapes or filters the rewards before that stands at the end.
 
 Rules that all of them keep. Reward statistics are over rollouts, never over rows: a rollout cut into five segments
@@ -283,20 +283,8 @@ def sft(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     return finish(batch.mask.double(), batch)
 
 
-ESTIMATORS = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce": reinforce,
-    "reinforce_baseline": reinforce_baseline,
-    "gae": gae,
-    "opd": opd,
-    "maxrl": maxrl,
-    "lite_ppo": lite_ppo,
-    "opo": opo,
-    "gdpo": gdpo,
-    "sft": sft,
-}
+EVERY = (grpo, dr_grpo, rloo, reinforce, reinforce_baseline, gae, opd, maxrl, lite_ppo, opo, gdpo, sft)
+ESTIMATORS = {estimator.__name__: estimator for estimator in EVERY}
 # these compare the n >= 2 rollouts of each prompt, and take no KL as a reward
 GROUP_ESTIMATORS = {"grpo", "dr_grpo", "rloo", "reinforce_baseline", "maxrl", "lite_ppo", "opo", "gdpo"}
 

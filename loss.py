@@ -9,7 +9,7 @@ engine. This module does not run a model and knows no ranks: what is global is g
     aggregate(losses, weights, mask, denominator).backward()
 
 `kl_loss`, `entropy_bonus` and `value_loss` give one number a token too, and `aggregate` adds them up in the same way.
-To add a loss: write the function, add its line to LOSSES, to CLIPS when it reads clip_low and clip_high, to
+To add a loss: write the function, add it to LOSSES, to CLIPS when it reads clip_low and clip_high, to
 SEQUENCE_LOSSES when one ratio is a whole row's, and test it against its formula in plain Python.
 
 Three log-probs of a token: behaviour (the engine, when it sampled), old (the trainer before the first optimizer step
@@ -22,28 +22,23 @@ sum, or a maximum if its name ends in max; the caller reduces them. Imports torc
 """
 
 import torch
+from torch import Tensor
 
 
-def log_ratio(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def log_ratio(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     """log-prob minus reference log-prob on action tokens, 0 elsewhere: [B, T]."""
     return logprobs.masked_fill(~mask, 0.0) - reference.masked_fill(~mask, 0.0)
 
 
-def exp(x: torch.Tensor) -> torch.Tensor:
+def exp(x: Tensor) -> Tensor:
     """e^x with x clamped to ±20, so that it is finite and not 0; no gradient outside."""
     return x.clamp(-20.0, 20.0).exp()
 
 
 @torch.no_grad()
 def correction(
-    old_logprobs: torch.Tensor,
-    behaviour_logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    level: str,
-    mode: str,
-    band: tuple[float, float],
-    gate_only: bool = False,
-) -> tuple[torch.Tensor, dict]:
+    old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, level: str, mode: str, band: tuple, gate_only=False
+) -> tuple[Tensor, dict]:
     """Importance weight w = pi_old / pi_behaviour of each token, behind a gate: [B, T], no gradient, 0 off the mask.
 
     level: what the gate looks at: `token` w_t, `seq` the product of w over the row, `geo` its geometric mean over the
@@ -79,24 +74,24 @@ def correction(
     return weights, {"is/weight_mean": (weights.sum(), count), "is/rejected": (rejected, count)}
 
 
-def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean over the action tokens of each row, 0 for a row without any; x is 0 off the mask: [B, T] -> [B, 1]."""
     return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def credit(advantages: torch.Tensor, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def credit(advantages: Tensor, mask: Tensor, like: Tensor) -> Tensor:
     """Advantages in the dtype of `like`, 0 off the mask: [B, T]."""
     return advantages.to(like.dtype).masked_fill(~mask, 0.0)
 
 
 @torch.no_grad()
-def clip_metrics(ratio: torch.Tensor, clipped: torch.Tensor, mask: torch.Tensor) -> dict:
+def clip_metrics(ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict:
     """Metrics: loss/clip_share, the share of action tokens whose loss a clip decides; loss/ratio_max."""
     ratio_max = ratio.masked_fill(~mask, 0.0).max()
     return {"loss/clip_share": ((clipped & mask).sum(), mask.sum()), "loss/ratio_max": ratio_max}
 
 
-def surrogate(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, cfg) -> tuple[torch.Tensor, dict]:
+def surrogate(ratio: Tensor, advantages: Tensor, mask: Tensor, cfg) -> tuple[Tensor, dict]:
     """-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) of each token: [B, T], 0 off the mask.
 
     dual_clip c > 1: where A < 0 the loss is at most -c·A, arXiv 1912.09729; 0 is off.
@@ -109,17 +104,17 @@ def surrogate(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor,
     return losses, clip_metrics(ratio, losses != unclipped, mask)
 
 
-def ppo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def ppo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """`surrogate` of r = pi / pi_old. arXiv 1707.06347; clip_high above clip_low is clip-higher, arXiv 2503.14476"""
     return surrogate(exp(log_ratio(logprobs, old_logprobs, mask)), advantages, mask, cfg)
 
 
-def pg(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def pg(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """-A·log pi of each token, the policy gradient without a ratio: [B, T]. Reads no old log-probs and no cfg."""
     return -credit(advantages, mask, logprobs) * logprobs.masked_fill(~mask, 0.0), {}
 
 
-def gspo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def gspo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """`surrogate` of one ratio per row, s = exp(mean of log r over its action tokens): [B, T]. arXiv 2507.18071
 
     Every action token of a row has the row's loss (with its own A, should A differ), so that the mean over the tokens
@@ -129,13 +124,13 @@ def gspo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
     return surrogate(s.expand(mask.shape), advantages, mask, cfg)
 
 
-def gspo_token(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def gspo_token(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """`surrogate` of s_t = sg(s)·pi / sg(pi): the value of `gspo`, a gradient for each token alone. arXiv 2507.18071"""
     s = exp(row_mean(log_ratio(logprobs, old_logprobs, mask), mask)).detach()  # [B, 1]
     return surrogate(s * exp(log_ratio(logprobs, logprobs.detach(), mask)), advantages, mask, cfg)
 
 
-def cispo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def cispo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high))·A·log pi of each token: [B, T]. arXiv 2506.13585
 
     A clipped token keeps a gradient, unlike in `ppo`. clip_low 1 is no lower bound, as in the paper.
@@ -146,7 +141,7 @@ def cispo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
     return losses, clip_metrics(ratio, clipped != ratio, mask)
 
 
-def sapo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def sapo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """-(4 / tau)·sigmoid(tau·(r - 1))·A of each token, a soft clip: [B, T]. arXiv 2511.20347
 
     sapo_tau: tau where A > 0, and tau elsewhere.
@@ -159,7 +154,7 @@ def sapo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
     return losses, {"loss/ratio_max": ratio.detach().masked_fill(~mask, 0.0).max()}
 
 
-def gmpo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def gmpo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """-A·exp(mean of q over the row's action tokens), q = log r clipped where that lowers A·q: [B, T]. arXiv 2507.20673
 
     q_t = sgn(A)·min(sgn(A)·log r_t, clip(sgn(A)·log r_t, ±band)): log r_t is held under clip_high where A > 0, over
@@ -173,7 +168,7 @@ def gmpo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
     return -factor * advantages, clip_metrics(exp(u), sign * u > bound, mask)
 
 
-def dppo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[torch.Tensor, dict]:
+def dppo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
     """-A·(pi / pi_behaviour) of each token: [B, T], 0 where pi has gone by more than dppo_delta. arXiv 2602.04879
 
     A token is dropped if A > 0 and pi - pi_b > delta, or A < 0 and pi_b - pi > delta. No correction goes with it: the
@@ -187,16 +182,7 @@ def dppo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
     return (-ratio * advantages).masked_fill(dropped, 0.0), clip_metrics(ratio, dropped, mask)
 
 
-LOSSES = {
-    "ppo": ppo,
-    "pg": pg,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo": dppo,
-}
+LOSSES = {loss.__name__: loss for loss in (ppo, pg, gspo, gspo_token, cispo, sapo, gmpo, dppo)}
 CLIPS = {  # clip_low, clip_high that each paper uses; the other losses read neither
     "ppo": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
@@ -207,9 +193,7 @@ CLIPS = {  # clip_low, clip_high that each paper uses; the other losses read nei
 SEQUENCE_LOSSES = {"gspo", "gmpo"}  # one ratio per row: a correction is a gate over whole rows, of weight 0 or 1
 
 
-def kl_loss(
-    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, dict]:
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str) -> tuple[Tensor, dict]:
     """KL of the policy to a reference, per action token, d = log pi - log pi_ref: [B, T], 0 off the mask.
 
     k2: d²/2, whose gradient is that of the reverse KL on samples of pi. k3: e^-d - 1 + d, with d clamped to ±20, as in
@@ -232,14 +216,12 @@ def adapt_kl(beta: float, kl: float, target: float, horizon: float, rollouts: in
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * rollouts / horizon)
 
 
-def entropy_bonus(entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
     """-entropy of action tokens, to be added to the loss times a coefficient: [B, T], 0 off mask. arXiv 1602.01783"""
     return -entropy.masked_fill(~mask, 0.0)
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor, clip: float
-) -> tuple[torch.Tensor, dict]:
+def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tensor, clip: float) -> tuple[Tensor, dict]:
     """.5·max((V - R)², (V_old + clip(V - V_old, ±c) - R)²) of each token: [B, T], 0 off the mask; clip 0 is off.
 
     R is the value target, V_old the critic's value before the update, from which it was made. arXiv 2005.12729
@@ -254,7 +236,7 @@ def value_loss(
     return torch.maximum(free, held) / 2, metrics
 
 
-def balance_loss(probs: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor, tokens: float) -> torch.Tensor:
+def balance_loss(probs: Tensor, mask: Tensor, counts: Tensor, tokens: float) -> Tensor:
     """Load-balance loss of one MoE layer, E·sum over experts of f_i·P_i, 1 when balanced: a scalar. arXiv 2101.03961
 
     f_i: the share of all routed slots that expert i got, from counts [E]; no gradient. P_i: the mean router probability
@@ -267,7 +249,7 @@ def balance_loss(probs: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor, 
     return len(counts) * (share.to(mean.dtype) * mean).sum()
 
 
-def counted(weights: torch.Tensor, mask: torch.Tensor, is_denominator: str, per_row: bool = False) -> torch.Tensor:
+def counted(weights: Tensor, mask: Tensor, is_denominator: str, per_row: bool = False) -> Tensor:
     """How many tokens of these rows count in a token mean: `all` action tokens, or those `kept` by the correction.
 
     A scalar, or [B] per row, to be added up per rollout for `seq_mean`.
@@ -276,7 +258,7 @@ def counted(weights: torch.Tensor, mask: torch.Tensor, is_denominator: str, per_
     return tokens.sum(1) if per_row else tokens.sum()
 
 
-def seq_mean(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def seq_mean(counts: Tensor) -> tuple[Tensor, Tensor]:
     """--loss_agg seq_mean, the mean over rollouts of the token mean, as weight and denominator of `aggregate`.
 
     counts [R]: `counted` tokens of each rollout of the optimizer step, over all its rows, ranks and micro-batches.
@@ -286,9 +268,7 @@ def seq_mean(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return 1 / counts.double().clamp(min=1), (counts > 0).sum().clamp(min=1)
 
 
-def aggregate(
-    losses: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor, denominator: torch.Tensor | float
-) -> torch.Tensor:
+def aggregate(losses: Tensor, weights: Tensor, mask: Tensor, denominator: Tensor | float) -> Tensor:
     """sum(loss·weight) over action tokens / denominator, a scalar; losses, weights and mask are [B, T].
 
     The denominator is that of the whole optimizer step, over all ranks and micro-batches, so that the gradient does not
@@ -300,7 +280,7 @@ def aggregate(
 
 
 @torch.no_grad()
-def gap(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor) -> dict:
+def gap(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> dict:
     """How far trainer and engine are apart on the tokens of the mask, d = trainer - behaviour log-prob, all [B, T].
 
     mean: |d|. k3: e^-d - 1 + d. max: the largest |d|, p999: its 99.9th percentile, both 0 when there is no token.
