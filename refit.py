@@ -26,8 +26,7 @@ ALIGN, PAGE = 16, 4096  # bytes: a view of another dtype needs an aligned start;
 
 def group(host: str, port: int, rank: int, world: int, device: str, store=None):
     """The refit group; rank 0 is the trainer and owns the store."""
-    store = store or dist.TCPStore(host, port, world, is_master=False, timeout=TIMEOUT)
-    store = dist.PrefixStore("refit", store)
+    store = dist.PrefixStore("refit", store or dist.TCPStore(host, port, world, is_master=False, timeout=TIMEOUT))
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world, TIMEOUT)
     options = dist.ProcessGroupNCCL.Options()
@@ -69,15 +68,16 @@ def compute_device(model) -> str:
 
 def merged(model):
     """Yield (weight, function that gives it with its adapter added) of every weight that has an adapter."""
+
+    def added(weight, scale, left, right):
+        return weight, lambda: weight + scale * (left @ right)
+
     for m in model.modules():
         if hasattr(m, "lora_A"):
-            yield m.weight, lambda m=m: m.weight + m.scale * (m.lora_B.weight @ m.lora_A.weight)
+            yield added(m.weight, m.scale, m.lora_B.weight, m.lora_A.weight)
         elif hasattr(m, "lora_down_A"):  # grouped experts [E, in, out]
-            yield (
-                m.gate_and_up_projs,
-                lambda m=m: m.gate_and_up_projs + m.scale * (m.lora_gate_and_up_A @ m.lora_gate_and_up_B),
-            )
-            yield m.down_projs, lambda m=m: m.down_projs + m.scale * (m.lora_down_A @ m.lora_down_B)
+            yield added(m.gate_and_up_projs, m.scale, m.lora_gate_and_up_A, m.lora_gate_and_up_B)
+            yield added(m.down_projs, m.scale, m.lora_down_A, m.lora_down_B)
 
 
 @torch.no_grad()
@@ -129,9 +129,7 @@ def pack(bucket: list) -> tuple[torch.Tensor, dict]:
 class Refit:
     """The trainer's side. Every rank calls it; only rank 0 has engines and the group."""
 
-    def __init__(
-        self, model, engines: list, engine_tp: int, dtype: torch.dtype, bucket_mb: int, host: str = "127.0.0.1"
-    ):
+    def __init__(self, model, engines: list, engine_tp: int, dtype: torch.dtype, bucket_mb: int, host="127.0.0.1"):
         self.model, self.engines, self.dtype, self.limit = model, engines, dtype, bucket_mb << 20
         if not engines:
             return
@@ -177,26 +175,20 @@ class Refit:
         for i, workers in enumerate(reports):
             for rank, got in enumerate(workers):
                 if list(got) != want:
-                    raise InvariantError(
-                        f"refit: engine {i} worker {rank} loaded {got[0]} tensors with checksum {got[1]:x}, "
-                        f"sent were {want[0]} with {want[1]:x}; the engines stay paused"
-                    )
+                    told = f"refit: engine {i} worker {rank} loaded {got[0]} tensors with checksum {got[1]:x}"
+                    raise InvariantError(f"{told}, sent were {want[0]} with {want[1]:x}; the engines stay paused")
 
 
 if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm, which takes 15 s
     from dataclasses import dataclass
 
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferEngine,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
+    from vllm.distributed.weight_transfer import base
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     @dataclass
-    class Init(WeightTransferInitInfo):
+    class Init(base.WeightTransferInitInfo):
         host: str
         port: int
         rank: int  # of the engine's first worker
@@ -204,20 +196,19 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
         device: str
 
     @dataclass
-    class Bucket(WeightTransferUpdateInfo):
+    class Bucket(base.WeightTransferUpdateInfo):
         names: list[str]
         dtypes: list[str]
         shapes: list[list[int]]
         checksum: int
 
-    class Transport(WeightTransferEngine):
+    class Transport(base.WeightTransferEngine):
         """The worker's side, on vLLM's own seam."""
 
         init_info_cls, update_info_cls = Init, Bucket
 
         def init_transfer_engine(self, init: Init) -> None:
-            rank = init.rank + self.parallel_config.rank
-            self.group = group(init.host, init.port, rank, init.world, init.device)
+            self.group = group(init.host, init.port, init.rank + self.parallel_config.rank, init.world, init.device)
 
         def start_weight_update(self) -> None:
             for module in self.model.modules():

@@ -185,9 +185,8 @@ class ValueHead(torch.nn.Linear):
         lm_head.forward = self.__call__  # not the module itself: PyTorch would take it for a child
         model.value_head = self  # saved and resumed with the rest
         if lm_head.weight is not model.get_input_embeddings().weight:  # a tied one is the embedding
-            lm_head.weight.requires_grad_(
-                False
-            )  # nothing reads it, and an optimizer without its state cannot be resumed
+            # nothing reads it, and an optimizer without its state cannot be resumed
+            lm_head.weight.requires_grad_(False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, T, H] -> [N, 1] float32."""
