@@ -103,41 +103,29 @@ class Engine:
             self.tasks[name].cancel()
 
     async def generate(
-        self,
-        name: str,
-        ids: list[int],
-        max_tokens: int,
-        known=0,
-        temperature: float | None = None,
-        stop=(),
-        grammar=None,
+        self, name: str, ids: list[int], max_tokens: int, known=0, temperature=None, stop=(), grammar=None
     ) -> Reply:
         """Sample one reply to `ids`. Waits while the engine is closed; a pause keeps the request.
 
-        name: unique among running requests; known: leading tokens whose expert rows the caller already has; grammar: a dict
-        for vLLM's StructuredOutputsParams, which the reply is kept to.
+        name: unique among running requests; known: leading tokens whose expert rows the caller already has; temperature: None
+        for --temperature; grammar: a dict for vLLM's StructuredOutputsParams, which the reply is kept to.
         """
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         await self.released.wait()
-        params = SamplingParams(
+        params = dict(
             max_tokens=max_tokens,
             temperature=self.cfg.temperature if temperature is None else temperature,
             logprobs=0,
-            flat_logprobs=True,
             detokenize=bool(stop),  # text is made here only to find the strings that end a reply
             stop=list(stop),
             structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
-            output_kind=RequestOutputKind.FINAL_ONLY,  # merged deltas lose expert rows and blur versions
             # a refit routes the past anew, so where one may have come between, its rows are sent again
             routed_experts_prompt_start=known if self.cfg.replay_experts and not self.cfg.max_lag else 0,
         )
         self.spans[name] = [(0, self.version)]
         try:
-            async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=name):
-                done = out.outputs[0]
+            done = (await self.output(name, ids, **params)).outputs[0]
         finally:
             spans = self.spans.pop(name)
         tokens = np.asarray(done.token_ids, np.int32)
@@ -150,11 +138,18 @@ class Engine:
 
     async def once(self, ids: list[int], **params):
         """vLLM's output of a request for one token after `ids`, at temperature 1."""
+        name = f"once-{uuid.uuid4().hex}"
+        return await self.output(name, ids, max_tokens=1, temperature=1.0, detokenize=False, **params)
+
+    async def output(self, name: str, ids: list[int], **params):
+        """vLLM's output of one request, when it has ended."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(max_tokens=1, temperature=1.0, flat_logprobs=True, detokenize=False, **params)
-        async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=f"once-{uuid.uuid4().hex}"):
+        # merged deltas would lose expert rows and blur versions
+        params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **params)
+        async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=name):
             pass
         return out
 
@@ -162,11 +157,7 @@ class Engine:
         """The probe, answered open or not: log-probs at temperature 1 of ids[1:] (float32 [T-1]), expert rows [T, L, K], and the
         engine's version."""
         out = await self.once(ids, prompt_logprobs=0)
-        rows = out.prompt_logprobs
-        logprobs = [
-            rows.logprobs[rows.token_ids.index(t, a, b)]
-            for t, a, b in zip(ids[1:], rows.start_indices[1:], rows.end_indices[1:])
-        ]
+        logprobs = [place[token].logprob for place, token in zip(out.prompt_logprobs[1:], ids[1:])]
         return np.asarray(logprobs, np.float32), out.outputs[0].routed_experts, self.version
 
     async def join(self, host: str, port: int, rank: int, world: int, device: str) -> None:
@@ -333,11 +324,8 @@ class Runner:
         self.cfg, self.lines = cfg, [Line(e) for e in engines]
         self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
         self.agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
-        self.server, self.parse, self.grammar = (
-            Server(os.path.basename(cfg.model), cfg.server_host, cfg.linger),
-            None,
-            None,
-        )
+        self.server = Server(os.path.basename(cfg.model), cfg.server_host, cfg.linger)
+        self.parse = self.grammar = None  # made when the first ChatAgent needs them
         self.threads = ThreadPoolExecutor(256)  # a hung tool blocks its own episode only
 
     async def call(self, method, *args):
@@ -403,12 +391,10 @@ class Runner:
         if not isinstance(result, Result):
             result = Result(reward=result)
         result.reward = number(result.reward, f"{type(agent).__name__}.run returned the reward")
-        out = Rollout(group_id, rollout_id, result, forest.segments(result, group_id, rollout_id))
+        segments = forest.segments(result, group_id, rollout_id)
         sampled = [n.reply.tokens.tolist() for n in forest.nodes]
-        out.replies = len(sampled)
-        out.other_ids = sum(self.chat.encode(self.chat.tokenizer.decode(ids)) != ids for ids in sampled)
-        out.counts = dict(forest.counts)
-        return out
+        other_ids = sum(self.chat.encode(self.chat.tokenizer.decode(ids)) != ids for ids in sampled)
+        return Rollout(group_id, rollout_id, result, segments, "", len(sampled), other_ids, dict(forest.counts))
 
 
 TOOL_PARSERS = {  # what a chat template holds -> vLLM's name; the first that fits
@@ -458,9 +444,7 @@ def parser(cfg, chat: Chat):
         thinks = None if reasoning == "none" else ReasoningParserManager.get_reasoning_parser(reasoning)(chat.tokenizer)
         calls = None if tool == "none" else ToolParserManager.get_tool_parser(tool)
     except KeyError as e:
-        raise ValueError(
-            f"--tool_parser {tool} or --reasoning_parser {reasoning}: vLLM has none of that name ({e})"
-        ) from e
+        raise ValueError(f"--tool_parser {tool} --reasoning_parser {reasoning}: vLLM has no such parser ({e})") from e
 
     def parse(text: str, tools: list[dict]):
         request = ChatCompletionRequest(messages=[], tools=tools or None)
@@ -521,16 +505,11 @@ class Rollouts:
         self.queue = []  # groups to start before new ones
         self.groups = {}  # id -> running or finished group
         self.handed = []  # groups that are being trained
-        self.ended = {
-            "filtered": [],
-            "lost": [],
-        }  # ids; every other one before position is in the above, or was trained
+        # ids; every other one before position is in the above, or was trained
+        self.ended = {"filtered": [], "lost": []}
         self.store = {}  # row id -> row or object ref, so that a dead Runner loses nothing
         self.changed = asyncio.Event()
-        if state:
-            self.version, self.position, self.next_row = state["version"], state["position"], state["next_row"]
-            self.queue = [Group(*group) for group in state["queue"]]
-            self.groups, self.store, self.ended = state["groups"], state["store"], state["ended"]
+        vars(self).update(state or {})  # its keys are the names of these fields
         self.chat = None  # of demonstrations, which no engine samples
         if cfg.estimator == "sft":
             from transformers import AutoTokenizer
@@ -639,28 +618,23 @@ class Rollouts:
         cfg, some = self.cfg, asyncio.Semaphore(self.cfg.prompts)
 
         async def several(at: int, row: dict) -> list[Rollout]:
-            ids = [
-                -1 - at * cfg.eval_samples - i for i in range(cfg.eval_samples)
-            ]  # no id of a rollout that is trained
+            # below 0, as no id of a rollout that is trained
+            ids = [-1 - at * cfg.eval_samples - i for i in range(cfg.eval_samples)]
             async with some:
                 runner = self.runners[at % len(self.runners)]
                 return await runner.rollouts.remote(self.tasks(row, ids), at, ids, 0, cfg.eval_temperature)
 
         outs = [o for group in await asyncio.gather(*map(several, range(len(rows)), rows)) for o in group]
         versions = [{int(v) for s in o.segments for v in np.unique(s.versions[s.mask])} for o in outs]
-        return [
-            {"row": o.group_id, "reward": o.result.reward, "error": o.error, "versions": v}
-            for o, v in zip(outs, versions)
-        ]
+        return [dict(row=o.group_id, reward=o.result.reward, error=o.error, versions=v) for o, v in zip(outs, versions)]
 
     def count_failed(self, errors: list[str]) -> None:
         self.counts["rollouts/failed"] += len(errors)
         self.first_error = self.first_error or next(iter(errors), "")
         failed = self.counts["rollouts/failed"]
         if failed > self.cfg.max_failed * self.cfg.prompts * self.cfg.samples:
-            raise TooManyFailed(
-                f"{failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:\n{self.first_error}"
-            )
+            told = f"{failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:"
+            raise TooManyFailed(f"{told}\n{self.first_error}")
 
     def keep(self, segment: Segment) -> dict:
         """Put a row into the object store, while other episodes still run; a small one costs less when it travels by value."""
@@ -755,12 +729,11 @@ class Rollouts:
 
     async def snapshot(self) -> dict:
         """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
-        running = [(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
+        again = [Group(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
         finished = {g.id: replace(g, task=None) for g in self.groups.values() if g.rollouts}
         store = {i: await row if isinstance(row, ray.ObjectRef) else row for i, row in self.store.items()}
         where = {"version": self.version, "position": self.position, "next_row": self.next_row}
-        queue = running + [(g.id, g.tries) for g in self.queue]
-        return where | {"queue": queue, "groups": finished, "store": store, "ended": self.ended}
+        return where | {"queue": again + self.queue, "groups": finished, "store": store, "ended": self.ended}
 
 
 PARTS = ("tokens", "mask", "logprobs", "versions", "experts", "experts_ok")  # of a Segment, one entry per token
@@ -899,34 +872,25 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int):
     playing = cfg.estimator != "sft" and not cfg.train_from  # else nothing is sampled
     need = playing * cfg.engines * cfg.engine_tp
     shared = dict(namespace=f"instar-{os.getpid()}-{time.time_ns()}", log_to_driver=False, logging_level="error")
+    init = shared | {"runtime_env": {"env_vars": env}}
     if cfg.ray_address:
-        ray.init(address=cfg.ray_address, runtime_env={"env_vars": env}, **shared)
+        ray.init(address=cfg.ray_address, **init)
         cpu = not ray.cluster_resources().get("GPU")
     else:
         cpu = not visible_gpus()
         if not cpu and len(gpus) < need:
-            raise BadInput(
-                f"--engines {cfg.engines} × --engine_tp {cfg.engine_tp}: the trainer leaves {len(gpus)} GPUs"
-            )
+            asked = f"--engines {cfg.engines} × --engine_tp {cfg.engine_tp}"
+            raise BadInput(f"{asked}: the trainer leaves {len(gpus)} GPUs")
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        ray.init(
-            num_cpus=need + cfg.runners + 2,
-            num_gpus=len(gpus),
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            runtime_env={"env_vars": env},
-            **shared,
-        )
+        local = dict(include_dashboard=False, _node_ip_address="127.0.0.1")
+        ray.init(num_cpus=need + cfg.runners + 2, num_gpus=len(gpus), **local, **init)
         os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
-    many = dict(max_concurrency=100_000)
-    place = dict(num_cpus=cfg.engine_tp) if cpu else dict(num_cpus=1, num_gpus=cfg.engine_tp)
-    engines = [ray.remote(Engine).options(**place, **many).remote(cfg, i, cpu) for i in range(playing * cfg.engines)]
-    runners = [
-        ray.remote(Runner).options(num_cpus=1, **many).remote(cfg, engines) for _ in range(playing * cfg.runners)
-    ]
-    pool = ray.remote(Rollouts).options(name="rollouts", num_cpus=1, **many)
-    rollouts = pool.remote(cfg, rows, runners, least, state)
+    one = dict(num_cpus=1, max_concurrency=100_000)
+    place = one | (dict(num_cpus=cfg.engine_tp) if cpu else dict(num_gpus=cfg.engine_tp))
+    engines = [ray.remote(Engine).options(**place).remote(cfg, i, cpu) for i in range(playing * cfg.engines)]
+    runners = [ray.remote(Runner).options(**one).remote(cfg, engines) for _ in range(playing * cfg.runners)]
+    rollouts = ray.remote(Rollouts).options(name="rollouts", **one).remote(cfg, rows, runners, least, state)
     return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
 
 
