@@ -229,11 +229,10 @@ class Rollout:
 async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0) -> Rollout:
     """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call` awaits a sync or async method."""
     trace = Trace(chat.opening(list(await call(env.reset, task))))
-    result, limit, other_ids = Result(), "turns", 0
+    result, other_ids = Result(truncated=True), 0  # by a limit, unless the agent ends it
     for _ in range(cfg.max_turns):
         room = cfg.max_context - len(trace)
         if room < 1:
-            limit = "context"
             break
         reply = await generate(trace.tokens, min(cfg.max_tokens, room), trace.known())
         trace.reply(reply)
@@ -244,11 +243,10 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
         result.info.update({k: number(v, f"info[{k!r}] is") for k, v in info.items() if k != "rewards"})
         result.rewards.update(info.get("rewards", {}))
         if done:
-            limit = ""
+            result.truncated = False
             break
-        new = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        trace.context(chat.following(new, trace.tokens[-1])[0])
-    result.reward, result.truncated = sum(result.turn_rewards), bool(limit)
+        trace.context(chat.following(messages_of(observation), trace.tokens[-1])[0])
+    result.reward = sum(result.turn_rewards)
     segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
     return Rollout(group_id, rollout_id, result, segments, replies=len(trace.replies), other_ids=other_ids)
 
