@@ -63,9 +63,7 @@ def correction(
         case "token", "trunc":
             weights = w.clamp(max=high)  # [B, T]
         case "token" | "seq" | "geo", "mask":
-            total = u.sum(1, keepdim=True)  # [B, 1]
-            mean = total / mask.sum(1, keepdim=True).clamp(min=1)  # [B, 1]
-            unit = exp({"token": u, "seq": total, "geo": mean}[level])  # [B, T] or [B, 1]
+            unit = exp({"token": u, "seq": u.sum(1, keepdim=True), "geo": row_mean(u, mask)}[level])  # [B, T] or [B, 1]
             weights = torch.where((low <= unit) & (unit <= high), torch.ones_like(w) if gate_only else w, 0.0)  # [B, T]
         case _:
             raise ValueError(f"--is_level {level} --is_mode {mode}: off; token mask|clip|trunc; seq|geo mask")

@@ -33,7 +33,7 @@ class MicroBatch:
     behaviour_logprobs: torch.Tensor  # float32 [B, T]
     versions: torch.Tensor  # int32 [B, T]
     padding: torch.Tensor  # bool [B, T], True past a row's end
-    experts: torch.Tensor | None  # int16 [B, T, L, K], -1 where nothing was captured
+    experts: torch.Tensor | None = None  # int16 [B, T, L, K], -1 where nothing was captured
     # what the steps of an update add, each [B, T]
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
@@ -101,7 +101,6 @@ def pack(segments: list[Segment], rows: list[int], owners: list[int] | None = No
         torch.zeros(shape),
         torch.full(shape, -1, dtype=torch.int32),
         torch.full(shape, bool(picked)),
-        None,
     )
     with_experts = next((s.experts for s in picked if s.experts is not None), None)
     if with_experts is not None:
