@@ -10,7 +10,9 @@ The probe, the first request after a refit, is in train.py, since it needs the t
     pytest tests/test_refit.py
 """
 
+import os
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -147,17 +149,19 @@ class Refit:
         """
         start = time.perf_counter()
         try:
+            rebuilt = sum(ray.get([e.pause.remote() for e in self.engines]))
+            paused = time.perf_counter() - start
             size = self.send()
             ray.get([e.resume.remote(version) for e in self.engines])
-        except ray.exceptions.RayError as e:
-            raise InvariantError(f"refit: an engine did not take the weights; the engines stay paused\n{e}") from None
+        except (ray.exceptions.RayError, RuntimeError) as e:  # of an engine, or of the group that it has left
+            raise InvariantError(f"refit: an engine did not take the weights; the engines stay paused\n{e}") from e
         seconds = time.perf_counter() - start
-        return {"refit/seconds": seconds, "refit/gb_per_s": size / seconds / 1e9} if self.engines else {}
+        speed = {"refit/seconds": seconds, "refit/pause_seconds": paused, "refit/gb_per_s": size / seconds / 1e9}
+        return speed | {"refit/rebuilt_tokens": rebuilt} if self.engines else {}
 
     def send(self) -> int:
-        """Pause, send every bucket, compare what arrived; returns the bytes sent."""
+        """Send every bucket, compare what arrived; returns the bytes sent."""
         sent, pending = [], []
-        ray.get([e.pause.remote() for e in self.engines])
         for bucket in buckets(hf_tensors(self.model, self.dtype), self.limit):
             if self.engines:
                 flat, meta = pack(bucket)
@@ -208,6 +212,7 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
         init_info_cls, update_info_cls = Init, Bucket
 
         def init_transfer_engine(self, init: Init) -> None:
+            threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
             self.group = group(init.host, init.port, init.rank + self.parallel_config.rank, init.world, init.device)
 
         def start_weight_update(self) -> None:
@@ -244,6 +249,12 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
 
         def shutdown(self) -> None:
             self.group = None
+
+    def end_with(parent: int) -> None:
+        """End this process when its parent has: vLLM's core outlives a killed engine otherwise."""
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
 
     class WorkerExtension:
         """Named in worker_extension_cls, so that each worker imports this module and has the methods below."""

@@ -73,6 +73,7 @@ class Engine:
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args | json.loads(cfg.engine_args)))
         self.cfg, self.version, self.spans, self.released = cfg, -1, {}, asyncio.Event()
         self.tasks, self.replies = {}, defaultdict(asyncio.Queue)  # running requests; finished ones of each Runner
+        self.busy, self.working, self.since = 0.0, False, time.perf_counter()
 
     async def ready(self) -> bool:
         return True
@@ -124,10 +125,12 @@ class Engine:
             routed_experts_prompt_start=known if self.cfg.replay_experts and not self.cfg.max_lag else 0,
         )
         self.spans[name] = [(0, self.version)]
+        self.tick(True)
         try:
             done = (await self.output(name, ids, **params)).outputs[0]
         finally:
             spans = self.spans.pop(name)
+            self.tick(bool(self.spans))
         tokens = np.asarray(done.token_ids, np.int32)
         logprobs = np.asarray(done.logprobs.logprobs, np.float32)
         versions, experts = stamp(spans, len(tokens)), done.routed_experts
@@ -160,6 +163,18 @@ class Engine:
         logprobs = [place[token].logprob for place, token in zip(out.prompt_logprobs[1:], ids[1:])]
         return np.asarray(logprobs, np.float32), out.outputs[0].routed_experts, self.version
 
+    def tick(self, working: bool) -> None:
+        """The time since the last tick was busy if the engine was working; from now on it is, or not."""
+        now = time.perf_counter()
+        self.busy += (now - self.since) * self.working
+        self.since, self.working = now, working
+
+    async def take_busy(self) -> float:
+        """Seconds with a running request, pauses not counted, since the last call."""
+        self.tick(self.working)
+        busy, self.busy = self.busy, 0.0
+        return busy
+
     async def join(self, host: str, port: int, rank: int, world: int, device: str) -> None:
         """Join the refit group with this engine's workers as ranks `rank`, `rank` + 1, …"""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -167,16 +182,20 @@ class Engine:
         init = dict(host=host, port=port, rank=rank, world=world, device=device)
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
 
-    async def pause(self) -> None:
+    async def pause(self) -> int:
         """Hold new requests back, let running ones end, or with --partial freeze them and note how many tokens each has; drop
-        the KV cache."""
+        the KV cache. Returns the tokens of the contexts that it has to build again."""
         self.released.clear()
         await self.llm.pause_generation(mode="keep" if self.cfg.partial else "wait", clear_cache=True)
         if not self.llm.engine_core.outputs_queue.empty():
             raise RuntimeError("engine: outputs were left in the queue at a pause, so token versions would be wrong")
+        if not await self.llm.reset_prefix_cache():
+            raise RuntimeError("engine: the KV cache was not emptied at a pause, so stale entries would be served")
+        self.tick(False)
         states = self.llm.output_processor.request_states.values()
         self.counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states}
         await self.llm.start_weight_update()
+        return sum(self.counts.values()) + sum(len(s.prompt_token_ids) for s in states)
 
     async def receive(self, meta: dict) -> None:
         """Take one bucket from the refit group and load it."""
@@ -195,6 +214,7 @@ class Engine:
         for name, count in self.counts.items():
             if name in self.spans:
                 self.spans[name].append((count, version))
+        self.tick(bool(self.spans))
         await self.llm.resume_generation()
 
     async def release(self) -> None:
@@ -499,7 +519,7 @@ class Rollouts:
         """least: rollouts that a group needs to be trained; state: of a checkpoint, as `snapshot` gave it."""
         self.cfg, self.rows, self.runners, self.least = cfg, rows, runners, least
         self.capacity = int((1 + cfg.max_lag) * cfg.prompts * cfg.oversample)
-        self.version, self.position, self.next_row, self.fault = 0, 0, 0, None
+        self.version, self.position, self.batches, self.next_row, self.fault = 0, 0, 0, 0, None
         self.queue = []  # groups to start before new ones
         self.groups = {}  # id -> running or finished group
         self.handed = []  # groups that are being trained
@@ -689,9 +709,9 @@ class Rollouts:
         }
         batch["counts"] |= sum((Counter(o.counts) for o in rollouts), Counter())
         self.new_batch()
-        self.batch = batch
+        self.batch, self.batches = batch, self.batches + 1
         if self.cfg.save_rollouts:
-            await self.save(f"{groups[0].id:08d}")
+            await self.save(f"{self.batches:08d}")
         return batch
 
     def read_next(self) -> dict | None:
@@ -730,7 +750,7 @@ class Rollouts:
         again = [Group(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
         finished = {g.id: replace(g, task=None) for g in self.groups.values() if g.rollouts}
         store = {i: await row if isinstance(row, ray.ObjectRef) else row for i, row in self.store.items()}
-        where = {"version": self.version, "position": self.position, "next_row": self.next_row}
+        where = {name: getattr(self, name) for name in ("version", "position", "batches", "next_row")}
         return where | {"queue": again + self.queue, "groups": finished, "store": store, "ended": self.ended}
 
 

@@ -34,15 +34,16 @@ class Engine(rollout.Engine):
     async def set(self, **flags) -> None:
         self.cfg = SimpleNamespace(**vars(self.cfg) | flags)
 
-    async def pause(self) -> None:
+    async def pause(self) -> int:
         real = self.llm.pause_generation
 
         async def broken(mode: str, clear_cache: bool) -> None:
             await real(mode=mode, clear_cache=clear_cache and self.bug != "stale cache")
 
         self.llm.pause_generation = broken
-        await super().pause()
+        rebuilt = await super().pause()
         self.llm.pause_generation = real
+        return rebuilt
 
     async def running(self) -> int:
         return self.llm.output_processor.get_num_unfinished_requests()
@@ -104,12 +105,12 @@ def main() -> int:
     elif bug == "no pause":  # weights move under running requests
 
         class Careless(rollout.Engine):
-            async def pause(self) -> None:
+            async def pause(self) -> int:
                 self.counts = {}
-                if self.version >= 0:  # at the first refit nothing runs
-                    await self.llm.start_weight_update()
-                else:
-                    await super().pause()
+                if self.version < 0:  # at the first refit nothing runs
+                    return await super().pause()
+                await self.llm.start_weight_update()
+                return 0
 
         rollout.Engine = Careless
     else:
