@@ -310,11 +310,7 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.oversample < 1, "oversample", "must be at least 1"),
         (cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1], "dynamic_sampling", "LO is not below HI"),
         (cfg.partial and not cfg.max_lag, "partial max_lag", "nothing is in flight across a refit: set --max_lag 1"),
-        (
-            stale,
-            "max_lag is_level",
-            "stale tokens need a correction: set --is_level token, --loss dppo or --old behaviour",
-        ),
+        (stale, "max_lag is_level", "stale tokens need a correction: --is_level token, --loss dppo or --old behaviour"),
         (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
         (not cfg.balance_coef >= 0, "balance_coef", "must be positive, or 0 for off"),
         (cfg.is_band[0] > cfg.is_band[1], "is_band", "LO is above HI"),
@@ -364,13 +360,10 @@ def check_inputs(cfg: Config) -> list[dict]:
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
     rows = load_rows(cfg.data, cfg.prompt_key)
-    if cfg.estimator == "sft":
-        for i, row in enumerate(rows):
-            said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
-            if not said and row.get(cfg.label_key) is None:
-                raise ValueError(
-                    f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
-                )
+    for i, row in enumerate(rows if cfg.estimator == "sft" else []):
+        said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
+        if not said and row.get(cfg.label_key) is None:
+            raise ValueError(f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn")
     if cfg.eval_data:
         load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
     for flag in ("critic_model", "ref_model", "model"):
@@ -699,8 +692,7 @@ class Meter(dict):
                 total, count = self.get(prefix + key, (0.0, 0.0))
                 self[prefix + key] = (total + float(value[0]), count + float(value[1]))
             else:
-                old = self.get(prefix + key, float("-inf"))
-                self[prefix + key] = old if old >= float(value) or old != old else float(value)  # a nan wins
+                self[prefix + key] = float(np.maximum(self.get(prefix + key, -math.inf), float(value)))  # a nan wins
 
     def local(self) -> dict[str, float]:
         """sum / count (the sum where count is 0), or the max."""
@@ -720,17 +712,13 @@ class Clock:
     """Seconds between marks, by name."""
 
     def __init__(self):
-        self.started = self.last = time.perf_counter()
-        self.spans = {}
+        self.last, self.spans = time.perf_counter(), {}
 
     def mark(self, name: str) -> None:
         """Everything since the last mark was `name`."""
         now = time.perf_counter()
         self.spans[name] = self.spans.get(name, 0.0) + now - self.last
         self.last = now
-
-    def total(self) -> float:
-        return time.perf_counter() - self.started
 
     def take(self) -> dict[str, float]:
         """The spans so far; they begin anew."""
@@ -812,6 +800,24 @@ def bounds(cfg: Config) -> dict[str, float]:
     return {"mean": cfg.max_gap or 0.02, "k3": (cfg.max_gap or 0.02) / 20}
 
 
+def gates(cfg: Config, m: dict[str, float]) -> list[tuple]:
+    """What scored rows have to show: (invariant, metric, its value, sign, limit, what is wrong where that does not hold)."""
+    metrics = [(f"gap/on_version_{name}", limit) for name, limit in bounds(cfg).items()]
+    wrong = "--max_gap allows no more: trainer and engine do not compute the same log-probs from the same weights"
+    found = [("policy version", name, m[name], "<=", limit, wrong) for name, limit in metrics]
+    if cfg.replay_experts:
+        share, wrong = m["experts/missing"] / max(1.0, m["tokens/sampled"]), "so many of the tokens have no expert row"
+        found.append(("forward consistency", "experts/missing", share, "<=", 0.01, wrong))
+        wrong = "the trainer's gates choose other experts than the engine's"
+        found.append(("forward consistency", "experts/agreement", m["experts/agreement"], ">=", 0.98, wrong))
+    return found
+
+
+def holds(value: float, sign: str, limit: float) -> bool:
+    """Whether a gate is passed, which a nan never does."""
+    return value <= limit if sign == "<=" else value >= limit
+
+
 def check_gates(cfg: Config, m: dict[str, float]) -> None:
     """Raise InvariantError before a batch is trained on whose log-probs or experts are not the engine's."""
     if not m["gap/on_version_tokens"] > 0:
@@ -819,17 +825,9 @@ def check_gates(cfg: Config, m: dict[str, float]) -> None:
     if m["lag/max"] > cfg.max_lag:
         old = f"a token is {m['lag/max']:.0f} versions old, --max_lag allows {cfg.max_lag}"
         raise InvariantError(f"policy version: {old} (lag/max)")
-    for name, limit in bounds(cfg).items():
-        if not (gap := m[f"gap/on_version_{name}"]) <= limit:  # a nan fails too
-            raise InvariantError(
-                f"policy version: gap/on_version_{name} is {gap:.3g}, --max_gap allows {limit:.3g}: trainer and engine do not "
-                "compute the same log-probs from the same weights"
-            )
-    if cfg.replay_experts:
-        if not (share := m["experts/missing"] / max(1.0, m["tokens/sampled"])) <= 0.01:
-            raise InvariantError(f"forward consistency: {share:.1%} of the tokens have no expert row (experts/missing)")
-        if not (agreed := m["experts/agreement"]) >= 0.98:
-            raise InvariantError(f"forward consistency: experts/agreement is {agreed:.4f}, at least 0.98 is needed")
+    for invariant, metric, value, sign, limit, wrong in gates(cfg, m):
+        if not holds(value, sign, limit):
+            raise InvariantError(f"{invariant}: {metric} is {value:.3g}, not {sign} {limit:.3g}: {wrong}")
 
 
 # ---- the steps of an update
@@ -947,10 +945,8 @@ def check_mass(m: dict[str, float]) -> None:
     """The tokens of each optimizer step, divided by its denominator, add up to 1 over ranks and micro-batches."""
     for name in ("loss/mass", "loss/critic_mass"):
         if name in m and not abs(m[name] - 1) <= 1e-6:
-            raise InvariantError(
-                f"loss denominator: the tokens of an optimizer step over its denominator add up to {m[name]:.6g} ({name}): "
-                "the denominator was local to a rank or a micro-batch"
-            )
+            mass = f"the tokens of an optimizer step over its denominator add up to {m[name]:.6g} ({name})"
+            raise InvariantError(f"loss denominator: {mass}: the denominator was local to a rank or a micro-batch")
 
 
 def one_forward(cfg: Config) -> bool:
@@ -1072,10 +1068,8 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
     seen = meter.local()
     for name, limit in bounds(cfg).items():
         if not (value := seen[f"gap/on_version_{name}"]) <= limit:
-            raise InvariantError(
-                f"refit: the probe's {name} gap is {value:.3g} at version {version}, --max_gap allows {limit:.3g}: the engines "
-                "do not have the trainer's weights; they stay closed"
-            )
+            gap = f"the probe's {name} gap is {value:.3g} at version {version}, --max_gap allows {limit:.3g}"
+            raise InvariantError(f"refit: {gap}: the engines do not have the trainer's weights; they stay closed")
     return meter
 
 
@@ -1138,18 +1132,12 @@ def show(console, chat, segment) -> None:
 
 def verdict(cfg: Config, console, m: dict[str, float]) -> None:
     """The start-up table: each invariant, its number, its threshold."""
-    rows = [("token identity", "digests that differ", m["tokens/digest_mismatch"], 0.0, True)]
-    for name, limit in bounds(cfg).items():
-        rows.append(("policy version", f"gap/on_version {name}", m[f"gap/on_version_{name}"], limit, True))
-    if cfg.replay_experts:
-        rows.append(("forward consistency", "experts/replayed", m["experts/replayed"], 0.99, False))
-        rows.append(("forward consistency", "experts/agreement", m["experts/agreement"], 0.98, False))
-    rows.append(("refit", "probe gap, first refit", m["refit/probe_gap"], max(bounds(cfg).values()), True))
+    identity = "token identity", "digests that differ", m["tokens/digest_mismatch"], "<=", 0.0, ""
+    refit = "refit", "probe gap, first refit", m["refit/probe_gap"], "<=", max(bounds(cfg).values()), ""
     table = Table("invariant", "measured", "value", "threshold", "verdict")
-    for invariant, what, value, limit, below in rows:
-        good = value <= limit if below else value >= limit
-        sign = "<=" if below else ">="
-        table.add_row(invariant, what, f"{value:.2e}", f"{sign} {limit:.2e}", "[green]PASS" if good else "[red]FAIL")
+    for invariant, metric, value, sign, limit, _ in [identity, *gates(cfg, m), refit]:
+        word = "[green]PASS" if holds(value, sign, limit) else "[red]FAIL"
+        table.add_row(invariant, metric, f"{value:.2e}", f"{sign} {limit:.2e}", word)
     console.print(table)
 
 
@@ -1246,8 +1234,9 @@ def prove(r: Run, version: int) -> Meter:
         verdict(r.cfg, r.console, first)
         check_gates(r.cfg, first)
     r.clock.mark("time/start_checks")
-    spent = ", ".join(f"{k[11:]} {v:.0f} s" for k, v in r.clock.take().items())
-    r.console.print(f"ready after {r.clock.total():.0f} s: {spent}")
+    spans = r.clock.take()
+    spent = ", ".join(f"{k.removeprefix('time/start_')} {v:.0f} s" for k, v in spans.items())
+    r.console.print(f"ready after {sum(spans.values()):.0f} s: {spent}")
     return seen
 
 
@@ -1261,17 +1250,14 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     outs = ray.get(r.rollouts.evaluate.remote(rows))
     if (seen := set().union(*(out["versions"] for out in outs))) - {version}:
         raise InvariantError(f"policy version: an evaluation of version {version} has tokens of {sorted(seen)}")
-    sources = [str(row.get("data_source") or "") for row in rows]
+    rewards, sources = [[] for _ in rows], [str(row.get("data_source") or "") for row in rows]
+    for out in outs:
+        rewards[out["row"]].append(0.0 if out["error"] else out["reward"])
     for source in ["", *sorted(set(sources) - {""})]:
-        rewards = [[] for _ in rows]
-        for out in outs:
-            rewards[out["row"]].append(0.0 if out["error"] else out["reward"])
-        rewards = [x for x, own in zip(rewards, sources) if source in ("", own)]
-        name, solved = (
-            f"eval/{source}/" if source else "eval/",
-            [sum(x >= cfg.eval_solved for x in xs) for xs in rewards],
-        )
-        found[name + "reward"] = float(np.mean(rewards))
+        name = f"eval/{source}/" if source else "eval/"
+        own = [x for x, of in zip(rewards, sources) if source in ("", of)]
+        solved = [sum(x >= cfg.eval_solved for x in xs) for xs in own]
+        found[name + "reward"] = float(np.mean(own))
         for k in (2**i for i in range(n.bit_length())):
             found[f"{name}pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for c in solved]))
     found["eval/failed"] = sum(bool(out["error"]) for out in outs)

@@ -215,7 +215,7 @@ def healthy(**changes):
         (dict(gap__on_version_k3=0.002), "bfloat16", "policy version: gap/on_version_k3"),
         (dict(gap__on_version_tokens=0.0), "float32", "policy version: no token"),
         (dict(lag__max=1.0), "float32", "policy version: a token is 1 versions old"),
-        (dict(experts__missing=2.0), "float32", "forward consistency: 2.0% of the tokens"),
+        (dict(experts__missing=2.0), "float32", "forward consistency: experts/missing is 0.02.* of the tokens"),
         (dict(experts__agreement=0.9), "float32", "forward consistency: experts/agreement"),
         (dict(experts__agreement=math.nan), "float32", "forward consistency: experts/agreement"),
     ],
@@ -431,7 +431,7 @@ def test_as_many_checkpoints_as_asked_are_kept_and_the_newest_is_loaded(tmp_path
         return {"policy": train.Learner(SimpleNamespace(model=model), None, *build_optimizer(cfg, model))}
 
     for step in (1, 2, 3):
-        train.save_checkpoint(cfg, learner(float(step)), {"step": step, "version": step, "kl_coef": 0.5})
+        train.save_checkpoint(cfg, learner(float(step)), {"step": step, "version": step, "kl_coef": 0.5, "best": {}})
     assert [p.name for p in train.checkpoints(cfg.out)] == ["checkpoint-000002", "checkpoint-000003"]
     train.load_checkpoint(cfg, loaded := learner(0.0))
     assert loaded["policy"].replay.model.weight.item() == 3.0
