@@ -366,11 +366,9 @@ def check_inputs(cfg: Config) -> list[dict]:
             raise ValueError(f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn")
     if cfg.eval_data:
         load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
-    for flag in ("critic_model", "ref_model", "model"):
-        if not (path := getattr(cfg, flag)):
-            continue
-        parent = os.path.dirname(path)
-        if not os.path.isdir(path) and parent and os.path.isdir(parent):  # else it may be a hub name
+    models = {flag: path for flag in ("critic_model", "ref_model", "model") if (path := getattr(cfg, flag))}
+    for flag, path in models.items():
+        if not os.path.isdir(path) and os.path.isdir(os.path.dirname(path)):  # else it may be a hub name
             raise ValueError(f"--{flag} {path}: there is no such folder")
         try:
             config = AutoConfig.from_pretrained(path)
@@ -405,12 +403,8 @@ def experts_of(config) -> int:
 
 
 @contextlib.contextmanager
-def cuda_means_cpu(device: str):
+def cuda_means_cpu():
     """On a CPU: AutoModel 0.7 asks for torch.device("cuda", …) and torch.cuda.current_device() while it builds a model."""
-    if device != "cpu":
-        yield
-        return
-
     real, current = torch.device, torch.cuda.current_device
     cpu = real("cpu")
 
@@ -450,36 +444,28 @@ def build_model(cfg: Config, device: str, path: str = ""):
     # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
-    setup = DistributedSetup.build(
-        FSDP2Config(mp_policy=policy, offload_policy=offload, defer_fsdp_grad_sync=False),
-        parallelism_sizes=ParallelismSizes(ep_size=cfg.ep),
-        moe_parallel_config=MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None,
-        activation_checkpointing=cfg.checkpoint_activations,
-        world_size=world,
-    )
-    extra = {"peft_config": adapters(cfg)} if cfg.lora_rank and not path else {}
+    fsdp = FSDP2Config(mp_policy=policy, offload_policy=offload, defer_fsdp_grad_sync=False)
+    parallel = dict(parallelism_sizes=ParallelismSizes(ep_size=cfg.ep), world_size=world)
+    if cfg.ep > 1:
+        parallel["moe_parallel_config"] = MoEParallelizerConfig(mp_policy=policy)
+    setup = DistributedSetup.build(fsdp, activation_checkpointing=cfg.checkpoint_activations, **parallel)
+    how = dict(torch_dtype=torch.float32, attn_implementation="sdpa", use_liger_kernel=False, distributed_setup=setup)
+    if cfg.lora_rank and not path:
+        how["peft_config"] = adapters(cfg)
     if moe:
         # else a rank-local balance gradient
-        extra["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
+        how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
         if device == "cpu":
             parts = dict.fromkeys(("linear", "experts", "dispatcher"), "torch")
             exact = dict(attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32")
-            extra["backend"] = BackendConfig(**parts, **exact)
-    with cuda_means_cpu(device):
-        model = NeMoAutoModelForCausalLM.from_pretrained(
-            path or cfg.model,
-            torch_dtype=torch.float32,
-            attn_implementation="sdpa",
-            distributed_setup=setup,
-            use_liger_kernel=False,
-            **extra,
-        )
+            how["backend"] = BackendConfig(**parts, **exact)
+    with cuda_means_cpu() if device == "cpu" else contextlib.nullcontext():
+        model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
     if world == 1 and (bf16 or offload):  # AutoModel shards nothing on one rank, and so would neither cast nor move
         model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
         mesh, layers = init_device_mesh(device, (1,), mesh_dim_names=("dp",)), model.model.layers  # export needs a name
-        for layer in layers.values() if hasattr(layers, "values") else layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        for part in [*(layers.values() if hasattr(layers, "values") else layers), model]:
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for buffer in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
         buffer.data = buffer.to(device)
     return model, setup.mesh_context
@@ -536,19 +522,15 @@ def build_policy(cfg: Config, device: str) -> Learner:
     return Learner(Replay(model, cfg.temperature, head, cfg.balance_coef != 0), mesh, *build_optimizer(cfg, model))
 
 
-def build_critic(cfg: Config, device: str) -> Learner | None:
+def build_critic(cfg: Config, device: str) -> Learner:
     """The critic of gae: --critic_model with a scalar head in its lm_head's place."""
-    if cfg.estimator != "gae":
-        return None
     model, mesh = build_model(cfg, device, cfg.critic_model)
     head = ValueHead(model)
     return Learner(Replay(model, 1.0, head), mesh, *build_optimizer(cfg, model, cfg.critic_lr))
 
 
-def build_reference(cfg: Config, device: str) -> Replay | None:
+def build_reference(cfg: Config, device: str) -> Replay:
     """The frozen model that a KL is to: the reference, or a teacher."""
-    if not cfg.ref_model:
-        return None
     return Replay(build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False), cfg.temperature)
 
 
@@ -560,17 +542,10 @@ def clip_gradients(cfg: Config, replay: Replay, mesh) -> float:
     for p in replay.head.parameters() if isinstance(replay.head, ValueHead) else ():  # FSDP does not know it
         dist.all_reduce(p.grad)
         p.grad /= world
-    moe_mesh = mesh.moe_mesh if cfg.ep > 1 else None
-    norm = scale_grads_and_clip_grad_norm(
-        cfg.max_grad_norm,
-        [replay.model],
-        device_mesh=mesh.device_mesh,
-        moe_mesh=moe_mesh,
-        ep_axis_name="ep" if moe_mesh is not None else None,
-        dp_group_size=world,
-        grad_norm_backend="triton",
-    )
-    return float(norm)
+    where = dict(device_mesh=mesh.device_mesh, dp_group_size=world)
+    if cfg.ep > 1:
+        where |= dict(moe_mesh=mesh.moe_mesh, ep_axis_name="ep")
+    return float(scale_grads_and_clip_grad_norm(cfg.max_grad_norm, [replay.model], **where))
 
 
 # ---- checkpoints
@@ -590,27 +565,35 @@ def training_state(learners: dict) -> dict:
     return {name: {"model": weights, "optimizer": moments} for name, (weights, moments) in states.items()}
 
 
+@contextlib.contextmanager
+def atomic(folder: Path, part: str = ""):
+    """A name under which all ranks write a folder, or of it a `part` to keep; it gets its own name when it is complete."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    yield temporary
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        (temporary / part).rename(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+
+
 def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, pool: dict | None = None) -> None:
     """Write `where` (step, version), the pool's ledger and all sharded state; atomic, by renaming a finished folder."""
     import torch.distributed.checkpoint as dcp
 
-    final = Path(cfg.out) / f"checkpoint-{where['step']:06d}"
-    temporary = final.with_name(final.name + ".tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    dist.barrier()
-    dcp.save(training_state(learners), checkpoint_id=str(temporary))
-    if dist.get_rank() == 0:
-        schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
-        (temporary / "run.json").write_text(json.dumps(where | {"schedulers": schedules}))
-        torch.save(pool, temporary / "rollouts.pt")
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        for old in checkpoints(cfg.out)[: -cfg.keep]:
-            if old.name != where["best"].get("checkpoint"):
-                shutil.rmtree(old)
-    dist.barrier()
+    with atomic(Path(cfg.out) / f"checkpoint-{where['step']:06d}") as folder:
+        dcp.save(training_state(learners), checkpoint_id=str(folder))
+        if dist.get_rank() == 0:
+            schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
+            (folder / "run.json").write_text(json.dumps(where | {"schedulers": schedules}))
+            torch.save(pool, folder / "rollouts.pt")
+    for old in checkpoints(cfg.out)[: -cfg.keep] if dist.get_rank() == 0 else []:
+        if old.name != where["best"].get("checkpoint"):
+            shutil.rmtree(old)
 
 
 def newest(cfg: Config) -> dict:
@@ -658,21 +641,14 @@ def export(cfg: Config, model) -> Path:
     from nemo_automodel.components.checkpoint.config import CheckpointingConfig
     from transformers import AutoTokenizer
 
+    extra = dict(tokenizer=AutoTokenizer.from_pretrained(cfg.model), peft_config=adapters(cfg))
+
     def write(name: str, written: str, **how) -> Path:
-        folder, temporary = Path(cfg.out) / name, Path(cfg.out) / f"{name}.tmp"
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        dist.barrier()
-        checkpointer = CheckpointingConfig(
-            checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model, **how
-        ).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
-        extra = dict(tokenizer=AutoTokenizer.from_pretrained(cfg.model), peft_config=adapters(cfg))
-        model.save_pretrained(str(temporary), checkpointer=checkpointer, **extra)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (temporary / written).rename(folder)
-            shutil.rmtree(temporary)
-        return folder
+        how |= dict(checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model)
+        checkpointer = CheckpointingConfig(**how).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
+        with atomic(Path(cfg.out) / name, written) as folder:
+            model.save_pretrained(str(folder), checkpointer=checkpointer, **extra)
+        return Path(cfg.out) / name
 
     if cfg.lora_rank:
         write("adapter", "model", is_peft=True)
@@ -781,16 +757,11 @@ class Log:
 
 def times(spans: dict[str, float], tokens: int, device: str) -> dict[str, float]:
     """time/…, perf/… and memory/… of a step whose rows have `tokens` tokens."""
-    step = sum(spans.values())
+    step, idle = sum(spans.values()), spans["time/generate"]
     cuda = device == "cuda"
     peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return spans | {
-        "time/step": step,
-        "time/engine_idle": step - spans["time/generate"],
-        "time/trainer_idle": spans["time/generate"],
-        "perf/tokens_per_second": tokens / step,
-        "memory/peak_gb": peak,
-    }
+    found = {"time/step": step, "time/trainer_idle": idle, "time/engine_idle": step - idle}
+    return spans | found | {"perf/tokens_per_second": tokens / step, "memory/peak_gb": peak}
 
 
 def bounds(cfg: Config) -> dict[str, float]:
@@ -833,24 +804,19 @@ def check_gates(cfg: Config, m: dict[str, float]) -> None:
 # ---- the steps of an update
 
 
-def mixed_versions(micro) -> int:
-    """Number of rows whose tokens were sampled by more than one version."""
-    high = micro.versions.masked_fill(~micro.mask, -1).amax(1)  # [B]
-    low = micro.versions.masked_fill(~micro.mask, torch.iinfo(torch.int32).max).amin(1)  # [B]
-    return int(((low < high) & micro.mask.any(1)).sum())
-
-
 def observe(replay: Replay, micro, logprobs, entropy) -> dict:
     """Keep the old log-probs [B, T] of a micro-batch; what the forward showed that gave them: gap/…, lag/…, experts/…, entropy."""
     micro.old_logprobs, on = logprobs.detach(), micro.on_version  # [B, T] both
     lags = (micro.version - micro.versions)[micro.mask]  # [N]
+    newest = micro.versions.masked_fill(~micro.mask, -1).amax(1, keepdim=True)  # [B, 1]
+    mixed = (micro.mask & (micro.versions < newest)).any(1)  # [B], rows that more than one version sampled
     same = gap(micro.old_logprobs, micro.behaviour_logprobs, on)
     stale = gap(micro.old_logprobs, micro.behaviour_logprobs, micro.mask & ~on)
     return (
         {f"gap/on_version_{k}": v for k, v in same.items()}
         | {f"gap/off_version_{k}": v for k, v in stale.items()}
         | {"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))}
-        | {"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed_versions(micro), 0)}
+        | {"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed.sum(), 0)}
         | replay.expert_metrics(micro)
     )
 
@@ -877,11 +843,10 @@ def deal(cfg: Config, batch: dict, world: int) -> None:
 
     batch["sizes"] has the rollouts of each minibatch, those without a row too.
     """
-    groups = [batch["rollouts"][row["rollout"]]["group"] for row in batch["rows"]]
-    batch["plan"], batch["sizes"] = [], []
-    for part in np.array_split(np.unique([r["group"] for r in batch["rollouts"]]), cfg.minibatches):
-        batch["sizes"].append(sum(r["group"] in part for r in batch["rollouts"]))
-        rows = [i for i, g in enumerate(groups) if g in set(part.tolist())]
+    groups, batch["plan"], batch["sizes"] = [r["group"] for r in batch["rollouts"]], [], []
+    for part in np.array_split(np.unique(groups), cfg.minibatches):
+        batch["sizes"].append(int(np.isin(groups, part).sum()))
+        rows = [i for i, row in enumerate(batch["rows"]) if groups[row["rollout"]] in part]
         dealt = plan([batch["rows"][i]["tokens"] for i in rows], world, cfg.tokens_per_microbatch)
         batch["plan"].append([[[rows[i] for i in micro] for micro in rank] for rank in dealt])
 
@@ -1007,9 +972,7 @@ def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
     return torch.stack([balance_loss(p, micro.real, n, t) for p, n, t in zip(probs, load, tokens)]).mean()
 
 
-def learn(
-    cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name: str = "", gate=None
-) -> int:
+def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name="", gate=None) -> int:
     """All optimizer steps of the policy or the critic on one batch; returns how many were taken.
 
     parts: micro-batches of each minibatch; objective: (cfg, replay, micro) -> losses [B, T], metrics; name: "" or "critic_";
@@ -1041,8 +1004,7 @@ def learn(
             if gate:
                 gate()
             norm = clip_gradients(cfg, replay, learner.mesh)
-            finite = math.isfinite(norm)
-            if finite:
+            if finite := math.isfinite(norm):
                 learner.optimizer.step()
             learner.optimizer.zero_grad()
             taken += finite
@@ -1083,13 +1045,6 @@ def sample_trial(cfg: Config, engines: list, ids: list[int]) -> list[Segment]:
         trace.reply(reply)
         trial.append(trace.segment(Result(), -1, -1))
     return trial
-
-
-def next_batch(cfg: Config, rollouts, world: int) -> dict | None:
-    """Wait for a batch and deal its rows to the ranks."""
-    if batch := ray.get(rollouts.next_batch.remote()):
-        deal(cfg, batch, world)
-    return batch
 
 
 def batch_metrics(batch: dict) -> dict[str, float]:
@@ -1190,13 +1145,14 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     if rank:
         ray.init(**address)
         rollouts = ray.get_actor("rollouts")
-    learners = {"policy": build_policy(cfg, device), "critic": build_critic(cfg, device)}
-    learners = {name: learner for name, learner in learners.items() if learner}
-    reference, console = build_reference(cfg, device), Console(quiet=rank > 0)
+    learners = {"policy": build_policy(cfg, device)}
+    if cfg.estimator == "gae":
+        learners["critic"] = build_critic(cfg, device)
+    reference = build_reference(cfg, device) if cfg.ref_model else None
     if cfg.resume:
         load_checkpoint(cfg, learners)
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
-    r = Run(cfg, device, control, clock, console, learners, reference, chat, rollouts, engines)
+    r = Run(cfg, device, control, clock, Console(quiet=rank > 0), learners, reference, chat, rollouts, engines)
     clock.mark("time/start_trainer")
     if cfg.estimator != "sft" and not cfg.train_from:
         ray.get([e.ready.remote() for e in engines], timeout=START_TIMEOUT)
@@ -1295,14 +1251,13 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
     if not one_forward(cfg):
         score(policy.replay, micros, meter)
         gate()
+        for micro in micros:
+            meter.add(weigh(cfg, micro))
     with torch.no_grad():
         for micro in micros:
             micro.ref_logprobs = r.reference.forward(micro)[0] if r.reference else None
             micro.values = critic.replay.forward(micro)[0] if critic else None
     credit(cfg, batch, micros, meter)
-    if not one_forward(cfg):
-        for micro in micros:
-            meter.add(weigh(cfg, micro))
     if critic:
         tokens = dataclasses.replace(cfg, loss_agg="token_mean")
         learn(tokens, critic, batch, parts, value_objective, meter, "critic_")
@@ -1328,11 +1283,12 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         cfg.steps = where["step"]
 
     for step in range(where["step"], cfg.steps):
-        batch = from_rank_0(r.control, next_batch(cfg, r.rollouts, world) if rank == 0 else None)
+        batch = from_rank_0(r.control, ray.get(r.rollouts.next_batch.remote()) if rank == 0 else None)
         if batch is None:
             r.console.print("the data has ended")
             break
         r.clock.mark("time/generate")
+        deal(cfg, batch, world)
 
         # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
         meter, lr = Meter(seen), policy.scheduler.get_last_lr()[0]
