@@ -45,18 +45,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+import estimator
 from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
-from estimator import (
-    ESTIMATORS,
-    GROUP_ESTIMATORS,
-    Batch,
-    clip_rewards,
-    explained_variance,
-    lengths,
-    overlong,
-    pass_at_k,
-    value_targets,
-)
+from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import (
     CLIPS,
     LOSSES,
@@ -525,8 +516,7 @@ def build_policy(cfg: Config, device: str) -> Learner:
 def build_critic(cfg: Config, device: str) -> Learner:
     """The critic of gae: --critic_model with a scalar head in its lm_head's place."""
     model, mesh = build_model(cfg, device, cfg.critic_model)
-    head = ValueHead(model)
-    return Learner(Replay(model, 1.0, head), mesh, *build_optimizer(cfg, model, cfg.critic_lr))
+    return Learner(Replay(model, 1.0, ValueHead(model)), mesh, *build_optimizer(cfg, model, cfg.critic_lr))
 
 
 def build_reference(cfg: Config, device: str) -> Replay:
@@ -773,14 +763,14 @@ def bounds(cfg: Config) -> dict[str, float]:
 
 def gates(cfg: Config, m: dict[str, float]) -> list[tuple]:
     """What scored rows have to show: (invariant, metric, its value, sign, limit, what is wrong where that does not hold)."""
-    metrics = [(f"gap/on_version_{name}", limit) for name, limit in bounds(cfg).items()]
-    wrong = "--max_gap allows no more: trainer and engine do not compute the same log-probs from the same weights"
-    found = [("policy version", name, m[name], "<=", limit, wrong) for name, limit in metrics]
+    gaps = [(f"gap/on_version_{name}", limit) for name, limit in bounds(cfg).items()]
+    apart = "--max_gap allows no more: trainer and engine do not compute the same log-probs from the same weights"
+    found = [("policy version", name, m[name], "<=", limit, apart) for name, limit in gaps]
     if cfg.replay_experts:
-        share, wrong = m["experts/missing"] / max(1.0, m["tokens/sampled"]), "so many of the tokens have no expert row"
-        found.append(("forward consistency", "experts/missing", share, "<=", 0.01, wrong))
-        wrong = "the trainer's gates choose other experts than the engine's"
-        found.append(("forward consistency", "experts/agreement", m["experts/agreement"], ">=", 0.98, wrong))
+        share, agreed = m["experts/missing"] / max(1.0, m["tokens/sampled"]), m["experts/agreement"]
+        lost, other = "so many of the tokens have no expert row", "the trainer's gates choose other experts"
+        found.append(("forward consistency", "experts/missing", share, "<=", 0.01, lost))
+        found.append(("forward consistency", "experts/agreement", agreed, ">=", 0.98, other))
     return found
 
 
@@ -810,15 +800,11 @@ def observe(replay: Replay, micro, logprobs, entropy) -> dict:
     lags = (micro.version - micro.versions)[micro.mask]  # [N]
     newest = micro.versions.masked_fill(~micro.mask, -1).amax(1, keepdim=True)  # [B, 1]
     mixed = (micro.mask & (micro.versions < newest)).any(1)  # [B], rows that more than one version sampled
-    same = gap(micro.old_logprobs, micro.behaviour_logprobs, on)
-    stale = gap(micro.old_logprobs, micro.behaviour_logprobs, micro.mask & ~on)
-    return (
-        {f"gap/on_version_{k}": v for k, v in same.items()}
-        | {f"gap/off_version_{k}": v for k, v in stale.items()}
-        | {"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))}
-        | {"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed.sum(), 0)}
-        | replay.expert_metrics(micro)
-    )
+    found = {"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))}
+    found |= {"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed.sum(), 0)}
+    for name, where in (("gap/on_version_", on), ("gap/off_version_", micro.mask & ~on)):
+        found |= {name + k: v for k, v in gap(micro.old_logprobs, micro.behaviour_logprobs, where).items()}
+    return found | replay.expert_metrics(micro)
 
 
 def verify(micros: list, segments: list, version: int, device: str, meter: Meter) -> None:
@@ -865,10 +851,11 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
         return torch.cat([F.pad(x, (0, width - x.shape[1])) for x in fields]) if fields else None
 
     results = [r["result"] for r in batch["rollouts"]]
-    rewards = clip_rewards(torch.tensor([r.reward for r in results], dtype=torch.float64), *cfg.reward_clip)  # [R]
+    rewards = torch.tensor([r.reward for r in results], dtype=torch.float64)  # [R]
+    rewards = estimator.clip_rewards(rewards, *cfg.reward_clip)
     names = sorted({name for r in results for name in r.rewards})
     named = [[r.rewards.get(name, 0.0) for name in names] for r in results]
-    rollouts = Batch(
+    rollouts = estimator.Batch(
         together("mask"),
         rollout=torch.cat([m.rollout for m in micros]).cpu(),
         rewards=rewards,
@@ -881,7 +868,7 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
         truncated=torch.tensor([r.truncated for r in results]),
     )
     if any(cfg.overlong):
-        penalty = overlong(lengths(rollouts), *cfg.overlong)  # [R]
+        penalty = estimator.overlong(estimator.lengths(rollouts), *cfg.overlong)  # [R]
         rollouts.rewards = rewards + penalty
         meter.add({"reward/overlong": (penalty.sum(), len(penalty))})
     if cfg.estimator == "gdpo" and not names:
@@ -892,8 +879,8 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
     meter.add(metrics)
     found = {"advantages": advantages}
     if rollouts.values is not None:
-        found["targets"] = value_targets(rollouts, cfg)
-        meter.add({"value/explained_variance": explained_variance(rollouts, found["targets"])})
+        found["targets"] = estimator.value_targets(rollouts, cfg)
+        meter.add({"value/explained_variance": estimator.explained_variance(rollouts, found["targets"])})
     for name, whole in found.items():
         for micro, rows in zip(micros, whole.split([len(m.mask) for m in micros])):
             setattr(micro, name, rows[:, : micro.mask.shape[1]].to(micro.mask.device))
@@ -979,36 +966,35 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, me
     gate: called before each optimizer step, to stop the run.
     """
     world, replay, taken, title = dist.get_world_size(), learner.replay, 0, f"loss/{name or 'policy'}".rstrip("_")
-    for _ in range(cfg.epochs):
-        for part, size in zip(parts, batch["sizes"]):
-            share, total = shares(cfg, batch, part)
-            if total == 0:  # nothing to learn from, on any rank
-                continue
-            denominator = cfg.loss_length * size if cfg.loss_agg == "constant" else float(total)
-            if replay.watched:
-                load = torch.stack([m.load for m in part]).sum(0)  # [routers, E]
-                dist.all_reduce(load)
-            for micro in part:
-                compared = micro.on_version if micro.old_logprobs is None else None  # [B, T]
-                with replay.experts(micro, compared):  # open through backward
-                    losses, metrics = objective(cfg, replay, micro)
-                    each = share.to(losses)[micro.rollout]  # [B]
-                    loss, extra = aggregate(losses, micro.weights * each[:, None], micro.mask, denominator), 0.0
-                    if replay.watched:
-                        extra = balance(replay, micro, load)
-                        metrics = metrics | {"loss/balance": (extra.detach(), 1 / world / len(part))}
-                    ((loss + cfg.balance_coef * extra) * world).backward()  # FSDP averages over ranks
-                mass = (row_counts(cfg, micro) * each).sum() / float(total)
-                meter.add(metrics | {title: (loss.detach(), 0), f"loss/{name}mass": (mass, 0)})
-            meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
-            if gate:
-                gate()
-            norm = clip_gradients(cfg, replay, learner.mesh)
-            if finite := math.isfinite(norm):
-                learner.optimizer.step()
-            learner.optimizer.zero_grad()
-            taken += finite
-            meter.add({f"optim/{name}skipped": (not finite, 0), f"optim/{name}grad_norm": norm if finite else 0.0})
+    for part, size in list(zip(parts, batch["sizes"])) * cfg.epochs:
+        share, total = shares(cfg, batch, part)
+        if total == 0:  # nothing to learn from, on any rank
+            continue
+        denominator = cfg.loss_length * size if cfg.loss_agg == "constant" else float(total)
+        if replay.watched:
+            load = torch.stack([m.load for m in part]).sum(0)  # [routers, E]
+            dist.all_reduce(load)
+        for micro in part:
+            compared = micro.on_version if micro.old_logprobs is None else None  # [B, T]
+            with replay.experts(micro, compared):  # open through backward
+                losses, metrics = objective(cfg, replay, micro)
+                each = share.to(losses)[micro.rollout]  # [B]
+                loss, extra = aggregate(losses, micro.weights * each[:, None], micro.mask, denominator), 0.0
+                if replay.watched:
+                    extra = balance(replay, micro, load)
+                    metrics = metrics | {"loss/balance": (extra.detach(), 1 / world / len(part))}
+                ((loss + cfg.balance_coef * extra) * world).backward()  # FSDP averages over ranks
+            mass = (row_counts(cfg, micro) * each).sum() / float(total)
+            meter.add(metrics | {title: (loss.detach(), 0), f"loss/{name}mass": (mass, 0)})
+        meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
+        if gate:
+            gate()
+        norm = clip_gradients(cfg, replay, learner.mesh)
+        if finite := math.isfinite(norm):
+            learner.optimizer.step()
+        learner.optimizer.zero_grad()
+        taken += finite
+        meter.add({f"optim/{name}skipped": (not finite, 0), f"optim/{name}grad_norm": norm if finite else 0.0})
     return taken
 
 
@@ -1030,8 +1016,8 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
     seen = meter.local()
     for name, limit in bounds(cfg).items():
         if not (value := seen[f"gap/on_version_{name}"]) <= limit:
-            gap = f"the probe's {name} gap is {value:.3g} at version {version}, --max_gap allows {limit:.3g}"
-            raise InvariantError(f"refit: {gap}: the engines do not have the trainer's weights; they stay closed")
+            found = f"the probe's {name} gap is {value:.3g} at version {version}, --max_gap allows {limit:.3g}"
+            raise InvariantError(f"refit: {found}: the engines do not have the trainer's weights; they stay closed")
     return meter
 
 
@@ -1050,27 +1036,23 @@ def sample_trial(cfg: Config, engines: list, ids: list[int]) -> list[Segment]:
 def batch_metrics(batch: dict) -> dict[str, float]:
     """What rank 0 knows of a batch without its rows."""
     rollouts, rows = batch["rollouts"], batch["rows"]
-    rewards, groups = (np.array([f(r) for r in rollouts]) for f in (lambda r: r["result"].reward, lambda r: r["group"]))
-    named = {}
+    rewards, groups = np.array([r["result"].reward for r in rollouts]), np.array([r["group"] for r in rollouts])
+    trained, played = sum(r["trained"] for r in rows), Meter()
     for r in rollouts:
-        for prefix, values in (("info/", r["result"].info), ("reward/", r["result"].rewards)):
-            for key, value in values.items():
-                named.setdefault(prefix + key, []).append(value)
-    trained = sum(r["trained"] for r in rows)
-    return {
+        result, replies = r["result"], r["replies"]
+        played.add({"rollouts/truncated": (result.truncated, 0), "rollouts/retokenised": (r["other_ids"], replies)})
+        played.add({"rollouts/turns": (replies, 1), "rollouts/seconds_max": r["seconds"]})
+        played.add({name: (value, 1) for name, value in result.info.items()}, "info/")
+        played.add({name: (value, 1) for name, value in result.rewards.items()}, "reward/")
+    found = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/groups_equal": float(np.mean([np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)])),
-        **batch["counts"],
-        "rollouts/truncated": sum(r["result"].truncated for r in rollouts),
-        "rollouts/retokenised": sum(r["other_ids"] for r in rollouts) / max(1, sum(r["replies"] for r in rollouts)),
-        "rollouts/turns": float(np.mean([r["replies"] for r in rollouts])),
-        "rollouts/seconds_max": max(r["seconds"] for r in rollouts),
         "segments/count": len(rows),
         "tokens/trained": trained,
         "tokens/context": sum(r["tokens"] for r in rows) - trained,
-        **{key: float(np.mean(values)) for key, values in named.items()},
     }
+    return found | batch["counts"] | played.local()
 
 
 def show(console, chat, segment) -> None:
@@ -1215,7 +1197,7 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
         solved = [sum(x >= cfg.eval_solved for x in xs) for xs in own]
         found[name + "reward"] = float(np.mean(own))
         for k in (2**i for i in range(n.bit_length())):
-            found[f"{name}pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for c in solved]))
+            found[f"{name}pass@{k}"] = float(np.mean([estimator.pass_at_k(n, c, k) for c in solved]))
     found["eval/failed"] = sum(bool(out["error"]) for out in outs)
     if found["eval/pass@1"] > best.get("score", -1.0):
         best |= {"checkpoint": f"checkpoint-{step:06d}", "version": version, "score": found["eval/pass@1"]}
