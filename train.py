@@ -46,23 +46,10 @@ from rich.table import Table
 from rich.text import Text
 
 import estimator
+import loss
 from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
 from estimator import ESTIMATORS, GROUP_ESTIMATORS
-from loss import (
-    CLIPS,
-    LOSSES,
-    SEQUENCE_LOSSES,
-    adapt_kl,
-    aggregate,
-    balance_loss,
-    correction,
-    counted,
-    entropy_bonus,
-    gap,
-    kl_loss,
-    seq_mean,
-    value_loss,
-)
+from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
 from refit import Refit, compute_device, merged
 from replay import Head, Replay, ValueHead, check_identity, pack, plan
 from rollout import launch, load_rows, messages_of
@@ -803,7 +790,7 @@ def observe(replay: Replay, micro, logprobs, entropy) -> dict:
     found = {"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))}
     found |= {"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed.sum(), 0)}
     for name, where in (("gap/on_version_", on), ("gap/off_version_", micro.mask & ~on)):
-        found |= {name + k: v for k, v in gap(micro.old_logprobs, micro.behaviour_logprobs, where).items()}
+        found |= {name + k: v for k, v in loss.gap(micro.old_logprobs, micro.behaviour_logprobs, where).items()}
     return found | replay.expert_metrics(micro)
 
 
@@ -889,7 +876,7 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
 def weigh(cfg: Config, micro) -> dict:
     """Fill in the weights of the correction of the mismatch between trainer and engine."""
     bands = cfg.is_level, cfg.is_mode, cfg.is_band, cfg.loss in SEQUENCE_LOSSES
-    micro.weights, metrics = correction(micro.old_logprobs, micro.behaviour_logprobs, micro.mask, *bands)
+    micro.weights, metrics = loss.correction(micro.old_logprobs, micro.behaviour_logprobs, micro.mask, *bands)
     return metrics
 
 
@@ -917,22 +904,22 @@ def policy_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, 
     losses, seen = LOSSES[cfg.loss](logprobs, old, micro.advantages, micro.mask, cfg, micro.behaviour_logprobs)
     metrics |= seen
     if cfg.kl_loss:
-        kl, seen = kl_loss(logprobs, micro.ref_logprobs, micro.mask, cfg.kl_type)
+        kl, seen = loss.kl_loss(logprobs, micro.ref_logprobs, micro.mask, cfg.kl_type)
         losses, metrics = losses + cfg.kl_coef * kl, metrics | seen
     if cfg.entropy_coef:
-        losses = losses + cfg.entropy_coef * entropy_bonus(entropy, micro.mask)
+        losses = losses + cfg.entropy_coef * loss.entropy_bonus(entropy, micro.mask)
     return losses, metrics
 
 
 def value_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, dict]:
     """The critic's loss of each token [B, T]."""
     (values,) = replay.forward(micro)
-    return value_loss(values, micro.values, micro.targets, micro.mask, cfg.value_clip)
+    return loss.value_loss(values, micro.values, micro.targets, micro.mask, cfg.value_clip)
 
 
 def row_counts(cfg: Config, micro) -> torch.Tensor:
     """Tokens of each row that count in a mean: [B] float64."""
-    return counted(micro.weights, micro.mask, cfg.is_denominator, per_row=True).double()
+    return loss.counted(micro.weights, micro.mask, cfg.is_denominator, per_row=True).double()
 
 
 def shares(cfg: Config, batch: dict, part: list) -> tuple[torch.Tensor, torch.Tensor]:
@@ -943,7 +930,7 @@ def shares(cfg: Config, batch: dict, part: list) -> tuple[torch.Tensor, torch.Te
         counts.index_add_(0, micro.rollout.cpu(), row_counts(cfg, micro).cpu())
     dist.all_reduce(counts)
     if cfg.loss_agg == "seq_mean":
-        share, rollouts = seq_mean(counts)
+        share, rollouts = loss.seq_mean(counts)
         return share, rollouts * (counts.sum() > 0)
     return torch.ones_like(counts), counts.sum()
 
@@ -956,7 +943,7 @@ def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
     """
     shape, tokens = (*micro.mask.shape, -1), load.sum(1).tolist()
     probs = [F.normalize(r.seen[1].float(), 1.0, -1).view(shape) for r in replay.routers]  # [B, T, E] each
-    return torch.stack([balance_loss(p, micro.real, n, t) for p, n, t in zip(probs, load, tokens)]).mean()
+    return torch.stack([loss.balance_loss(p, micro.real, n, t) for p, n, t in zip(probs, load, tokens)]).mean()
 
 
 def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name="", gate=None) -> int:
@@ -979,13 +966,13 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, me
             with replay.experts(micro, compared):  # open through backward
                 losses, metrics = objective(cfg, replay, micro)
                 each = share.to(losses)[micro.rollout]  # [B]
-                loss, extra = aggregate(losses, micro.weights * each[:, None], micro.mask, denominator), 0.0
+                own, extra = loss.aggregate(losses, micro.weights * each[:, None], micro.mask, denominator), 0.0
                 if replay.watched:
                     extra = balance(replay, micro, load)
                     metrics = metrics | {"loss/balance": (extra.detach(), 1 / world / len(part))}
-                ((loss + cfg.balance_coef * extra) * world).backward()  # FSDP averages over ranks
+                ((own + cfg.balance_coef * extra) * world).backward()  # FSDP averages over ranks
             mass = (row_counts(cfg, micro) * each).sum() / float(total)
-            meter.add(metrics | {title: (loss.detach(), 0), f"loss/{name}mass": (mass, 0)})
+            meter.add(metrics | {title: (own.detach(), 0), f"loss/{name}mass": (mass, 0)})
         meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
         if gate:
             gate()
@@ -1284,7 +1271,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             raise InvariantError(f"{e}\nThe batch is in {saved}; --train_from its folder runs it again") from e
         if cfg.kl_target:
             rollouts = len(batch["rollouts"])
-            cfg.kl_coef = adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts)
+            cfg.kl_coef = loss.adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts)
         r.clock.mark("time/train")
 
         refit_metrics, seen = molt(r, version)

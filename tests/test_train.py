@@ -407,8 +407,8 @@ def test_gdpo_without_named_rewards_is_refused(process_group):
 
 
 def test_the_denominator_of_a_step_is_of_all_tokens_or_of_the_kept_of_rollouts_or_a_length(process_group, monkeypatch):
-    seen, real = [], train.aggregate
-    monkeypatch.setattr(train, "aggregate", lambda *args: seen.append(float(args[-1])) or real(*args))
+    seen, real = [], train.loss.aggregate
+    monkeypatch.setattr(train.loss, "aggregate", lambda *args: seen.append(float(args[-1])) or real(*args))
     for flags, want in (
         (dict(), 4.0),
         (dict(is_denominator="kept"), 3.0),
