@@ -559,14 +559,19 @@ def atomic(folder: Path, part: str = ""):
 
 
 def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, pool: dict | None = None) -> None:
-    """Write `where` (step, version), the pool's ledger and all sharded state; atomic, by renaming a finished folder."""
+    """Write `where` (step, version), the pool's ledger and all sharded state; atomic, by renaming a finished folder.
+
+    In the ledger's terms every prompt before its position is finished, queued (it starts again), ended, or was trained.
+    """
     import torch.distributed.checkpoint as dcp
 
     with atomic(Path(cfg.out) / f"checkpoint-{where['step']:06d}") as folder:
         dcp.save(training_state(learners), checkpoint_id=str(folder))
         if dist.get_rank() == 0:
             schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
-            (folder / "run.json").write_text(json.dumps(where | {"schedulers": schedules}))
+            ledger = {name: pool[name] for name in ("position", "ended")} if pool else {}
+            ledger |= {"finished": list(pool["groups"]), "queue": [g.id for g in pool["queue"]]} if pool else {}
+            (folder / "run.json").write_text(json.dumps(where | {"ledger": ledger, "schedulers": schedules}))
             torch.save(pool, folder / "rollouts.pt")
     for old in checkpoints(cfg.out)[: -cfg.keep] if dist.get_rank() == 0 else []:
         if old.name != where["best"].get("checkpoint"):
@@ -732,13 +737,17 @@ class Log:
             self.wandb.finish()
 
 
-def times(spans: dict[str, float], tokens: int, device: str) -> dict[str, float]:
-    """time/…, perf/… and memory/… of a step whose rows have `tokens` tokens."""
-    step, idle = sum(spans.values()), spans["time/generate"]
+def times(spans: dict[str, float], tokens: int, device: str, busy: list[float]) -> dict[str, float]:
+    """time/…, perf/… and memory/… of a step whose rows have `tokens` tokens. busy: seconds that each engine worked.
+
+    perf/overlap is max(g, t) / step with g of the engines and t of the trainer: 1 is the bound, .5 two equal phases in turns.
+    """
+    step, idle, work = sum(spans.values()), spans["time/generate"], float(np.mean(busy or [0.0]))
     cuda = device == "cuda"
     peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    found = {"time/step": step, "time/trainer_idle": idle, "time/engine_idle": step - idle}
-    return spans | found | {"perf/tokens_per_second": tokens / step, "memory/peak_gb": peak}
+    found = {"time/step": step, "time/trainer_idle": idle, "time/engine_idle": step - work}
+    found |= {"perf/overlap": max(work, spans["time/train"]) / step, "perf/tokens_per_second": tokens / step}
+    return spans | found | {"memory/peak_gb": peak}
 
 
 def bounds(cfg: Config) -> dict[str, float]:
@@ -1248,6 +1257,9 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     log, best = Log(cfg, r.console, where["step"]) if rank == 0 else None, where["best"]
     if (cfg.eval_at_start or cfg.eval_only) and rank == 0:
         log.write({"step": where["step"], "version": version} | evaluate(r, version, where["step"], best))
+        ray.get([e.take_busy.remote() for e in r.engines])  # it is no part of a step
+        r.clock.mark("time/eval")
+        r.clock.take()
     if cfg.eval_only:
         cfg.steps = where["step"]
 
@@ -1283,12 +1295,14 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         metrics |= batch_metrics(batch) | learnt | refit_metrics
         if evaluated := cfg.eval_every and (step + 1) % cfg.eval_every == 0 and rank == 0:
             metrics |= evaluate(r, version, step + 1, best)
+            r.clock.mark("time/eval")
         if cfg.estimator == "sft":  # nothing was sampled
             sampled = "reward/", "gap/", "lag/", "is/", "advantage/"
             metrics = {k: v for k, v in metrics.items() if not k.startswith(sampled)}
         if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tokens = metrics["tokens/trained"] + metrics["tokens/context"]
-            log.write(metrics | times(r.clock.take(), tokens, r.device))
+            busy = ray.get([e.take_busy.remote() for e in r.engines])
+            log.write(metrics | times(r.clock.take(), tokens, r.device, busy))
             if cfg.show_every and step % cfg.show_every == 0 and segments:
                 show(r.console, r.chat, segments[0])
             if batch["first_error"] and not log.shown_error:
