@@ -153,6 +153,8 @@ class Refit:
             paused = time.perf_counter() - start
             size = self.send()
             ray.get([e.resume.remote(version) for e in self.engines])
+        except InvariantError:
+            raise
         except (ray.exceptions.RayError, RuntimeError) as e:  # of an engine, or of the group that it has left
             raise InvariantError(f"refit: an engine did not take the weights; the engines stay paused\n{e}") from e
         seconds = time.perf_counter() - start

@@ -25,7 +25,7 @@ class Engine(rollout.Engine):
         self.bug = ""
 
     async def plant(self, bug: str) -> None:
-        self.bug = bug  # "stale cache" is in pause
+        self.bug = bug  # "cache stale" and "cache not emptied" are in pause
         await self.llm.collective_rpc("plant", args=(bug,))
 
     async def heal(self) -> None:
@@ -35,15 +35,21 @@ class Engine(rollout.Engine):
         self.cfg = SimpleNamespace(**vars(self.cfg) | flags)
 
     async def pause(self) -> int:
-        real = self.llm.pause_generation
+        if not self.bug.startswith("cache"):
+            return await super().pause()
+        pause, reset = self.llm.pause_generation, self.llm.reset_prefix_cache
 
-        async def broken(mode: str, clear_cache: bool) -> None:
-            await real(mode=mode, clear_cache=clear_cache and self.bug != "stale cache")
+        async def keeps_the_cache(mode: str, clear_cache: bool) -> None:
+            await pause(mode=mode, clear_cache=False)
 
-        self.llm.pause_generation = broken
-        rebuilt = await super().pause()
-        self.llm.pause_generation = real
-        return rebuilt
+        async def does_nothing() -> bool:
+            return self.bug == "cache stale"
+
+        self.llm.pause_generation, self.llm.reset_prefix_cache = keeps_the_cache, does_nothing
+        try:
+            return await super().pause()
+        finally:
+            self.llm.pause_generation, self.llm.reset_prefix_cache = pause, reset
 
     async def running(self) -> int:
         return self.llm.output_processor.get_num_unfinished_requests()

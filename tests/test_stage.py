@@ -122,11 +122,21 @@ def test_planted_a_stale_prefix_cache_is_served_after_a_refit(dense):
     prompt = [5 + i % 200 for i in range(300)]  # two blocks of the cache and more
     try:
         assert dense.check(asked(dense, "fresh", prompt))["gap/on_version_max"] <= BAR  # the prompt is cached now
-        dense.ask("plant", "stale cache")
+        dense.ask("plant", "cache stale")
         dense.learn(scale=0.3)
         dense.molt()
         with pytest.raises(InvariantError, match="^policy version: gap/on_version"):
             dense.check(asked(dense, "stale", prompt))
+    finally:
+        dense.ask("heal")
+        dense.reset()
+
+
+def test_planted_a_cache_that_could_not_be_emptied_ends_the_refit(dense):
+    dense.ask("plant", "cache not emptied")
+    try:
+        with pytest.raises(InvariantError, match="(?s)^refit: .*the KV cache was not emptied"):
+            dense.molt()
     finally:
         dense.ask("heal")
         dense.reset()
