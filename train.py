@@ -804,9 +804,14 @@ def observe(replay: Replay, micro, logprobs, entropy) -> dict:
 
 
 def verify(micros: list, segments: list, version: int, device: str, meter: Meter) -> None:
-    """Check the identity of packed micro-batches, then move them to the device. version: the trainer's."""
+    """Check the identity of packed micro-batches and that no token is of the future, then move them to the device.
+
+    version: the trainer's.
+    """
     for micro in micros:
         meter.add({"tokens/digest_mismatch": (0.0, 0), "tokens/sampled": (check_identity(micro, segments), 0)})
+        if (newest := int(micro.versions.max())) > version:
+            raise InvariantError(f"policy version: a token is stamped {newest}, the trainer is at version {version}")
         micro.to(device).version = version
 
 

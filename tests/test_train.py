@@ -458,3 +458,11 @@ def test_help_says_of_every_flag_what_it_is_and_nothing_else(capsys):
         names = re.finditer(rf" --(no_)?{f.name}[ ,]", shown)
         assert own and any(re.sub(r"\s+", " ", own) in shown[m.end() : m.end() + 400] for m in names), f.name
     assert not re.search(r"---- \w+\.py", shown)  # a heading of the fields
+
+
+def test_planted_a_token_of_a_version_to_come_is_refused_and_one_of_today_is_not():
+    row = segment(9, [(3, 6)])  # of version 0
+    for version in (0, 4):
+        train.verify([pack([row], [0])], [row], version, "cpu", Meter())
+    with pytest.raises(InvariantError, match="^policy version: a token is stamped 0, the trainer is at version -1"):
+        train.verify([pack([row], [0])], [row], -1, "cpu", Meter())
