@@ -33,6 +33,7 @@ from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
+DEATHS = 5  # of one Runner, before the run ends
 
 
 class Engine:
@@ -362,7 +363,7 @@ class Runner:
         broken = []
 
         async def generate(ids, max_tokens, known, stop=(), grammar=None):
-            name = f"{rollout_id}.{attempt}.{next(turns)}"
+            name = f"{line.name}.{rollout_id}.{attempt}.{next(turns)}"  # of this process: another may have died
             try:
                 return await line.generate(name, ids, max_tokens, known, temperature, stop, grammar)
             except EngineFault as e:
@@ -538,7 +539,7 @@ class Rollouts:
 
     def new_batch(self) -> None:
         self.counts = Counter({"rollouts/failed": 0, "groups/retried": 0, "groups/lost": 0, "groups/filtered": 0})
-        self.counts["lag/dropped"], self.first_error = 0, ""
+        self.counts["groups/rerun"], self.counts["lag/dropped"], self.first_error = 0, 0, ""
 
     def fill(self) -> None:
         """Start groups while there is capacity and data."""
@@ -606,16 +607,9 @@ class Rollouts:
             replies, rows = sum(len(s.replies) for s in found), [self.keep(s) for s in found]
             return [Rollout(group.id, group.id, result, replies=replies, rows=rows)]
         ids = [group.id * cfg.samples + i for i in range(cfg.samples)]
-        runner = self.runners[group.id % len(self.runners)]
         for attempt in range(2):
             tasks = self.tasks(row, [i * 2 + attempt for i in ids])
-            outs = runner.rollouts.remote(tasks, group.id, ids, 2 * group.tries + attempt)
-            try:
-                outs = await outs
-            except asyncio.CancelledError:
-                if isinstance(outs, ray.ObjectRef):
-                    ray.cancel(outs)
-                raise
+            outs = await self.rollouts(tasks, group.id, ids, 2 * group.tries + attempt)
             good = [o for o in outs if not o.error]
             self.count_failed([o.error for o in outs if o.error])
             if len(good) >= self.least:
@@ -625,6 +619,22 @@ class Rollouts:
             self.counts["groups/retried"] += attempt == 0
             group.version = self.version  # it begins anew
         return []
+
+    async def rollouts(self, tasks: list[Task], at: int, *how) -> list[Rollout]:
+        """Runner.rollouts. Ray starts a Runner that died again, and what it played begins anew."""
+        for _ in range(DEATHS + 1):
+            outs = self.runners[at % len(self.runners)].rollouts.remote(tasks, at, *how)
+            try:
+                return await outs
+            except asyncio.CancelledError:
+                if isinstance(outs, ray.ObjectRef):
+                    ray.cancel(outs)
+                raise
+            except ray.exceptions.RayActorError as e:
+                self.counts["groups/rerun"] += 1
+                died = e
+                await asyncio.sleep(1)
+        raise died
 
     def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
         cfg, tools = self.cfg, row.get("tools") or []
@@ -639,8 +649,7 @@ class Rollouts:
             # below 0, as no id of a rollout that is trained
             ids = [-1 - at * cfg.eval_samples - i for i in range(cfg.eval_samples)]
             async with some:
-                runner = self.runners[at % len(self.runners)]
-                return await runner.rollouts.remote(self.tasks(row, ids), at, ids, 0, cfg.eval_temperature)
+                return await self.rollouts(self.tasks(row, ids), at, ids, 0, cfg.eval_temperature)
 
         outs = [o for group in await asyncio.gather(*map(several, range(len(rows)), rows)) for o in group]
         versions = [{int(v) for s in o.segments for v in np.unique(s.versions[s.mask])} for o in outs]
@@ -907,7 +916,8 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int):
     one = dict(num_cpus=1, max_concurrency=100_000)
     place = one | (dict(num_cpus=cfg.engine_tp) if cpu else dict(num_gpus=cfg.engine_tp))
     engines = [ray.remote(Engine).options(**place).remote(cfg, i, cpu) for i in range(playing * cfg.engines)]
-    runners = [ray.remote(Runner).options(**one).remote(cfg, engines) for _ in range(playing * cfg.runners)]
+    again = one | dict(max_restarts=DEATHS)
+    runners = [ray.remote(Runner).options(**again).remote(cfg, engines) for _ in range(playing * cfg.runners)]
     rollouts = ray.remote(Rollouts).options(name="rollouts", **one).remote(cfg, rows, runners, least, state)
     return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
 

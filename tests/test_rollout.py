@@ -314,7 +314,7 @@ def test_a_group_with_two_left_trains_and_a_smaller_one_is_queued_once_more():
     (first, *_) = drain(pool(4, runner, samples=3), 1)
     sizes = {g: sum(r["group"] == g for r in first["rollouts"]) for g in range(4)}
     assert sizes == {0: 3, 1: 2, 2: 3, 3: 3}
-    none = dict.fromkeys(("groups/lost", "groups/filtered", "lag/dropped"), 0)
+    none = dict.fromkeys(("groups/lost", "groups/filtered", "groups/rerun", "lag/dropped"), 0)
     assert first["counts"] == {"rollouts/finished": 11, "rollouts/failed": 3, "groups/retried": 1} | none
     assert "boom" in first["first_error"]
 

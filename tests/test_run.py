@@ -11,6 +11,8 @@ import time
 import pytest
 import torch
 
+from rollout import read_batch
+
 pytestmark = pytest.mark.e2e
 QUICK = ["--prompts", "4", "--samples", "4", "--show_every", "0"]
 
@@ -300,6 +302,28 @@ def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(t
     state = {step: torch.zeros(())}
     torch.distributed.checkpoint.load(state, checkpoint_id=str(out / "checkpoint-000006"), no_dist=True)
     assert float(state[step]) == 12  # AdamW counted both minibatches of every step, before the kill and after
+
+
+def test_a_killed_runner_comes_back_and_what_it_played_begins_anew(tmp_path, tiny):
+    out = tmp_path / "run"
+    flags = [*QUICK, "--model", f"{tiny}/dense", "--agent", "tests/talker.py", "--max_gap", 1e-5, "--steps", 12]
+    process = start(*flags, "--max_tokens", 120, "--max_context", 512, "--save_rollouts", "--out", out)
+    for step in (1, 4):  # killed twice
+        while len(metrics(out)) < step:
+            assert process.poll() is None, process.communicate()[0][-3000:]
+            time.sleep(0.1)
+        names = {pid: open(f"/proc/{pid}/cmdline").read() for pid in descendants(process.pid)}
+        (runner,) = [pid for pid, name in names.items() if name.startswith("ray::Runner")]
+        os.kill(runner, signal.SIGKILL)
+    code, text = finish(process)
+    assert code == 0, text[-3000:]
+    rows = metrics(out)
+    assert len(rows) == 12 and sum(r["groups/rerun"] for r in rows) > 0
+    assert all(r["rollouts/finished"] == 16 and r["rollouts/failed"] == 0 for r in rows)
+    batches = [read_batch(path)[0] for path in sorted(out.glob("rollouts/*.jsonl"))]
+    assert [sorted({r["group"] for r in b["rollouts"]}) for b in batches] == [
+        list(range(i, i + 4)) for i in range(0, 48, 4)
+    ]
 
 
 def descendants(pid):
