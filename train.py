@@ -272,7 +272,7 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
     grouped, constant = cfg.estimator in GROUP_ESTIMATORS, cfg.loss_agg == "constant"
     corrected = cfg.is_level != "off" or cfg.old == "behaviour" or cfg.loss == "dppo"
     evals = bool(cfg.eval_every or cfg.eval_at_start or cfg.eval_only)
-    several = cfg.eval_samples > 1 and cfg.eval_temperature == 0
+    idle, several = cfg.estimator == "sft" or cfg.train_from, cfg.eval_samples > 1 and cfg.eval_temperature == 0
     stale = cfg.max_lag > 0 and not corrected and cfg.estimator != "sft"
     return [
         (cfg.agent_cmd and not cfg.reward, "agent_cmd", "set --reward to the file that grades what it did"),
@@ -283,6 +283,7 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.max_context > cfg.tokens_per_microbatch, "tokens_per_microbatch max_context", "raise the first"),
         (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
         (evals != bool(cfg.eval_data), "eval_data", "set it with --eval_every, --eval_at_start or --eval_only"),
+        (evals and idle, "eval_data estimator train_from", "without engines nothing can be evaluated"),
         (several, "eval_samples eval_temperature", "greedy samples are all the same: set a temperature"),
         (cfg.max_lag < 0, "max_lag", "is 0 for strictly on-policy, or positive"),
         (cfg.oversample < 1, "oversample", "must be at least 1"),

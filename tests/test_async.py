@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_run import finish, metrics, start
+from tiny import upcycle
 
 import train
 from replay import pack
@@ -98,3 +99,18 @@ def test_batches_from_files_are_trained_as_they_were_without_an_engine(asynchron
     assert len(again) == STEPS and "engines" not in text
     for name in ("loss/policy", "optim/grad_norm", "reward/mean", "is/weight_mean", "gap/off_version_mean"):
         assert [r[name] for r in again] == pytest.approx([r[name] for r in before], rel=1e-6, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_of_experts_still_climbs_to_nine_tenths(tmp_path):
+    """The default game with a starter of four experts, stale and interrupted rollouts, replayed routes, two engines."""
+    upcycle(str(tmp_path / "starter"))
+    flags = ["--model", tmp_path / "starter", "--replay_experts", "--max_lag", LAG, "--partial", "--is_level", "token"]
+    code, text = finish(start(*flags, "--engines", 2, "--show_every", 0, "--out", tmp_path / "run"), timeout=900)
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    last = sum(r["reward/mean"] for r in rows[-3:]) / 3
+    worst, lags = max(r["gap/on_version_max"] for r in rows), [r["lag/mean"] for r in rows[LAG:]]
+    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}, gap {worst:.1e}, lag {min(lags):.2f} to {max(lags):.2f}")
+    assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
+    assert max(r["lag/max"] for r in rows) == LAG and all(r["gap/on_version_tokens"] >= 100 for r in rows)

@@ -41,5 +41,26 @@ def make(folder: str) -> None:
         tokenizer.save_pretrained(f"{folder}/{name}")
 
 
+def upcycle(folder: str, experts: int = 4) -> None:
+    """The starter as a mixture of experts: each a copy of its MLP, so it plays as the starter does, with gates yet to learn."""
+    dense = Qwen3ForCausalLM.from_pretrained(STARTER)
+    config = dense.config.to_dict() | dict(moe_intermediate_size=dense.config.intermediate_size, num_experts=experts)
+    del config["model_type"], config["architectures"]
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**config, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1)
+    )
+    weights = {n: p for n, p in dense.state_dict().items() if ".mlp." not in n}
+    for i, layer in enumerate(dense.model.layers):
+        at, mlp = f"model.layers.{i}.mlp.", layer.mlp
+        both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 I, H]
+        weights[at + "experts.gate_up_proj"] = both.expand(experts, -1, -1)
+        weights[at + "experts.down_proj"] = mlp.down_proj.weight.expand(experts, -1, -1)
+        weights[at + "gate.weight"] = model.model.layers[i].mlp.gate.weight
+    model.load_state_dict(weights)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(STARTER).save_pretrained(folder)
+
+
 if __name__ == "__main__":
     make(sys.argv[1])
