@@ -99,6 +99,8 @@ def test_the_best_score_keeps_the_version_and_the_checkpoint_that_it_was_of(tmp_
     [
         (dict(eval_every=5), "--eval_data : set it with"),
         (dict(eval_data="x"), "--eval_data x: set it with"),
+        (dict(eval_data="x", eval_only=True, estimator="sft"), "without engines nothing can be evaluated"),
+        (dict(eval_data="x", eval_every=2, train_from="y"), "--train_from y: without engines nothing"),
         (
             dict(eval_data="x", eval_only=True, eval_samples=4),
             "--eval_samples 4 --eval_temperature 0.0: greedy samples",
