@@ -129,7 +129,11 @@ HAND = {
     "out": ("a folder", "-", "resuming_cuts_the_metrics"),
     "save_every": ("checkpoints in --out", "time/save"),
     "keep": ("checkpoints in --out", "-", "as_many_checkpoints_as_asked"),
-    "resume": ("step, version, ledger, KL coefficient of the newest checkpoint", "step, version", "a_killed_run_goes_on"),
+    "resume": (
+        "step, version, ledger, KL coefficient of the newest checkpoint",
+        "step, version",
+        "a_killed_run_goes_on",
+    ),
     "show_every": ("a rollout on the console", "-", "-"),
     "wandb": ("a run of Weights & Biases", "-"),
 }
