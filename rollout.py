@@ -1,8 +1,9 @@
 """Generate: vLLM engines in Ray actors, the runners that play episodes, and the pool of groups.
 
 `Engine` wraps one AsyncLLM: ids in; ids, log-probs, versions, experts and a digest out. `Runner` plays agents against engines.
-`Rollouts` owns the prompts, the groups in flight and the finished rows. Strictly on-policy: a batch is generated, trained and
-refitted before the next one starts. Only the Engine's process imports vllm. Nothing here knows of losses or of the trainer's model.
+`Rollouts` owns the prompts, the groups in flight, the finished rows and the ledger: with --max_lag 0 a batch is generated,
+trained and refitted before the next one starts, else generation goes on while the trainer trains. Only an Engine's process
+imports vllm, and a Runner's whose model has parsers. Nothing here knows of losses or of the trainer's model.
 
     pytest tests/test_rollout.py
 """
