@@ -277,7 +277,9 @@ def test_groups_whose_rewards_do_not_differ_are_replaced_until_the_cap_and_then_
 
 def test_the_slowest_are_not_waited_for_with_oversample_and_start_again():
     (first, second), started = batches(40, lambda g: [0.0, 1.0], oversample=2.0, hold={0, 2})
-    assert first[0] == [1, 3] and first[1]["lag/dropped"] == 2  # strictly on-policy: what is left cannot be trained any more
+    assert (
+        first[0] == [1, 3] and first[1]["lag/dropped"] == 2
+    )  # strictly on-policy: what is left cannot be trained any more
     assert second[0] == [0, 2] and second[1]["lag/dropped"] == 2  # they start again first, at the new version
     assert started[:6] == [0, 1, 2, 3, 0, 2] and started.count(0) == started.count(2) == 2
 
