@@ -22,17 +22,18 @@ import torch.distributed as dist
 
 from agent import InvariantError
 
-TIMEOUT = timedelta(seconds=120)
+START_TIMEOUT = 1800  # seconds for the engines to load
 ALIGN, PAGE = 16, 4096  # bytes: a view of another dtype needs an aligned start; buckets are whole pages
 
 
-def group(host: str, port: int, rank: int, world: int, device: str, store=None):
-    """The refit group; rank 0 is the trainer and owns the store."""
-    store = dist.PrefixStore("refit", store or dist.TCPStore(host, port, world, is_master=False, timeout=TIMEOUT))
+def group(host: str, port: int, rank: int, world: int, device: str, seconds: float, store=None):
+    """The refit group; rank 0 is the trainer and owns the store. seconds: that one broadcast may take."""
+    limit = timedelta(seconds=seconds)
+    store = dist.PrefixStore("refit", store or dist.TCPStore(host, port, world, is_master=False, timeout=limit))
     if device == "cpu":
-        return dist.ProcessGroupGloo(store, rank, world, TIMEOUT)
+        return dist.ProcessGroupGloo(store, rank, world, limit)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
+    options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
@@ -128,52 +129,116 @@ def pack(bucket: list) -> tuple[torch.Tensor, dict]:
     return flat, meta | {"checksum": checksum(flat)}
 
 
+class EngineLeft(RuntimeError):
+    """An engine has died, or was ended since it did not answer in time. Ray starts it again."""
+
+
+def answers(engines: list, calls: list, limit: float) -> list:
+    """What each engine answered to its call. One that lets `limit` seconds pass is ended, and Ray starts it again.
+
+    Raises EngineLeft when one is away, else what an engine raised; ActorDiedError when it has died too often.
+    """
+    found, left, errors = [], 0, []
+    hung = ray.wait(calls, num_returns=len(calls), timeout=limit)[1] if calls else []
+    for engine, call in zip(engines, calls):
+        try:
+            if call in hung:
+                ray.kill(engine, no_restart=False)
+            else:
+                found.append(ray.get(call))
+        except ray.exceptions.ActorUnavailableError:
+            left += 1
+        except ray.exceptions.RayError as e:
+            errors.append(e)
+    if hung or left:
+        raise EngineLeft(f"{left} engines have died and {len(hung)} did not answer within {limit:.0f} s")
+    if errors:
+        raise errors[0]
+    return found
+
+
+def ask(engines: list, limit: float, method: str, *args) -> list:
+    """`answers` to a method of Engine."""
+    return answers(engines, [e.do.remote(method, *args) for e in engines], limit)
+
+
 class Refit:
     """The trainer's side. Every rank calls it; only rank 0 has engines and the group."""
 
-    def __init__(self, model, engines: list, engine_tp: int, dtype: torch.dtype, bucket_mb: int, host="127.0.0.1"):
-        self.model, self.engines, self.dtype, self.limit = model, engines, dtype, bucket_mb << 20
-        if not engines:
-            return
-        device = compute_device(model)
-        world = 1 + len(engines) * engine_tp
-        store = dist.TCPStore(host, 0, world, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        joins = [e.join.remote(host, store.port, 1 + i * engine_tp, world, device) for i, e in enumerate(engines)]
-        self.group = group(host, store.port, 0, world, device, store)
-        ray.get(joins)
+    def __init__(self, cfg, model, engines: list, host="127.0.0.1"):
+        self.cfg, self.model, self.engines, self.host, self.group = cfg, model, engines, host, None
+
+    def connect(self) -> None:
+        """Wait until all engines are there and in the group, which is made anew when one has come, or come back."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while self.engines:
+            try:
+                if not all(ask(self.engines, self.cfg.engine_timeout if self.group else START_TIMEOUT, "joined")):
+                    self.rendezvous()
+                return
+            except (EngineLeft, dist.DistError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+
+    def rendezvous(self) -> None:
+        device, tp = compute_device(self.model), self.cfg.engine_tp
+        world, limit = 1 + len(self.engines) * tp, timedelta(seconds=self.cfg.refit_timeout)
+        store = dist.TCPStore(self.host, 0, world, is_master=True, wait_for_workers=False, timeout=limit)
+        where = dict(host=self.host, port=store.port, world=world, device=device, seconds=self.cfg.refit_timeout)
+        joins = [e.do.remote("join", where | {"rank": 1 + i * tp}) for i, e in enumerate(self.engines)]
+        self.group = group(rank=0, store=store, **where)
+        answers(self.engines, joins, self.cfg.refit_timeout)
 
     def __call__(self, version: int) -> dict[str, float]:
         """Send all weights and move the engines to `version`, still closed to requests; returns the refit/… metrics.
 
-        Raises InvariantError when a worker received or loaded something else than what was sent.
+        Raises InvariantError when a worker received or loaded something else than what was sent. Raises EngineLeft when an engine
+        has died or hangs: then all are started again, so that none goes on with a part of the weights.
         """
-        start = time.perf_counter()
-        try:
-            rebuilt = sum(ray.get([e.pause.remote() for e in self.engines]))
-            paused = time.perf_counter() - start
-            size = self.send()
-            ray.get([e.resume.remote(version) for e in self.engines])
-        except InvariantError:
-            raise
-        except (ray.exceptions.RayError, RuntimeError) as e:  # of an engine, or of the group that it has left
-            raise InvariantError(f"refit: an engine did not take the weights; the engines stay paused\n{e}") from e
-        seconds = time.perf_counter() - start
+        start, self.failed, self.sent, self.pending = time.perf_counter(), None, [], []
+        rebuilt = self.attempt(self.pause)
+        paused = time.perf_counter() - start
+        for bucket in buckets(hf_tensors(self.model, getattr(torch, self.cfg.dtype)), self.cfg.refit_bucket_mb << 20):
+            self.attempt(self.send, bucket)  # every rank gathers them to the last, whatever fails
+        self.attempt(self.finish)
+        self.attempt(ask, self.engines, self.cfg.refit_timeout, "resume", version)
+        if self.failed:
+            raise self.failed
+        seconds, size = time.perf_counter() - start, sum(n for _, n, _ in self.sent)
         speed = {"refit/seconds": seconds, "refit/pause_seconds": paused, "refit/gb_per_s": size / seconds / 1e9}
         return speed | {"refit/rebuilt_tokens": rebuilt} if self.engines else {}
 
-    def send(self) -> int:
-        """Send every bucket, compare what arrived; returns the bytes sent."""
-        sent, pending = [], []
-        for bucket in buckets(hf_tensors(self.model, self.dtype), self.limit):
-            if self.engines:
-                flat, meta = pack(bucket)
-                ray.get(pending)  # the previous bucket was loaded while this one was gathered
-                pending = [e.receive.remote(meta) for e in self.engines]
-                broadcast(self.group, flat)
-                sent.append((len(bucket), flat.numel(), meta["checksum"]))
-        ray.get(pending)
-        self.verify(sent, ray.get([e.finish.remote() for e in self.engines]))
-        return sum(n for _, n, _ in sent)
+    def attempt(self, step, *args):
+        """A step of rank 0; none after one that has failed."""
+        if not self.engines or self.failed:
+            return
+        try:
+            return step(*args)
+        except (InvariantError, ray.exceptions.RayTaskError) as e:
+            told = f"refit: an engine did not take the weights; the engines stay paused\n{e}"
+            self.failed = e if isinstance(e, InvariantError) else InvariantError(told)
+        except (ray.exceptions.RayError, RuntimeError) as e:  # of an engine, or of the group that it has left
+            self.failed = EngineLeft(str(e))
+            for engine in self.engines:
+                ray.kill(engine, no_restart=False)
+
+    def pause(self) -> int:
+        """Without --partial it waits for running replies, none of which outlives its episode."""
+        return sum(ask(self.engines, self.cfg.episode_timeout + self.cfg.refit_timeout, "pause"))
+
+    def send(self, bucket: list) -> None:
+        flat, meta = pack(bucket)
+        answers(
+            self.engines, self.pending, self.cfg.refit_timeout
+        )  # the previous bucket was loaded while this one was gathered
+        self.pending = [e.do.remote("receive", meta) for e in self.engines]
+        broadcast(self.group, flat)
+        self.sent.append((len(bucket), flat.numel(), meta["checksum"]))
+
+    def finish(self) -> None:
+        answers(self.engines, self.pending, self.cfg.refit_timeout)
+        self.verify(self.sent, ask(self.engines, self.cfg.refit_timeout, "finish"))
 
     def verify(self, sent: list, reports: list) -> None:
         """Compare what was sent with what each worker of each engine handed to its loader."""
@@ -200,6 +265,7 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
         rank: int  # of the engine's first worker
         world: int
         device: str
+        seconds: float
 
     @dataclass
     class Bucket(base.WeightTransferUpdateInfo):
@@ -215,7 +281,7 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
 
         def init_transfer_engine(self, init: Init) -> None:
             threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-            self.group = group(init.host, init.port, init.rank + self.parallel_config.rank, init.world, init.device)
+            self.group = group(**vars(init) | {"rank": init.rank + self.parallel_config.rank})
 
         def start_weight_update(self) -> None:
             for module in self.model.modules():

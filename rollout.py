@@ -27,6 +27,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from safetensors.numpy import load_file, save_file
 
 from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
@@ -34,7 +35,8 @@ from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
-DEATHS = 5  # of one Runner, before the run ends
+DEATHS = 5  # of one Runner or Engine, before the run ends
+PLACE_TIMEOUT = 60  # seconds in which a cluster has to have room for all actors
 
 
 class Engine:
@@ -73,12 +75,23 @@ class Engine:
         if not cpu:
             args["gpu_memory_utilization"] = cfg.engine_memory
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args | json.loads(cfg.engine_args)))
-        self.cfg, self.version, self.spans, self.released = cfg, -1, {}, asyncio.Event()
+        self.cfg, self.version, self.spans, self.released, self.in_group = cfg, -1, {}, asyncio.Event(), False
         self.tasks, self.replies = {}, defaultdict(asyncio.Queue)  # running requests; finished ones of each Runner
         self.busy, self.working, self.since = 0.0, False, time.perf_counter()
 
-    async def ready(self) -> bool:
-        return True
+    async def do(self, method: str, *args):
+        """Call a method below. Where vLLM's core has died, so does this process, and Ray starts both again."""
+        try:
+            return await getattr(self, method)(*args)
+        except Exception:
+            if self.llm.errored:
+                os._exit(1)
+            raise
+
+    async def joined(self) -> bool:
+        """Whether it is in the refit group, which it is not when it has just been started (again). Asks vLLM's core as well."""
+        await self.llm.is_paused()
+        return self.in_group
 
     async def submit(self, runner: str, requests: list[tuple]) -> None:
         """Start requests, each the arguments of `generate`. Their replies are fetched with `collect`."""
@@ -87,7 +100,7 @@ class Engine:
 
     async def answer(self, runner: str, name: str, args: list) -> None:
         try:
-            reply = await self.generate(name, *args)
+            reply = await self.do("generate", name, *args)
         except Exception as e:
             reply = e
         finally:
@@ -177,12 +190,12 @@ class Engine:
         busy, self.busy = self.busy, 0.0
         return busy
 
-    async def join(self, host: str, port: int, rank: int, world: int, device: str) -> None:
-        """Join the refit group with this engine's workers as ranks `rank`, `rank` + 1, …"""
+    async def join(self, init: dict) -> None:
+        """Join the refit group with this engine's workers as ranks `rank`, `rank` + 1, … init: as `refit.group` takes it."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        init = dict(host=host, port=port, rank=rank, world=world, device=device)
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
+        self.in_group = True
 
     async def pause(self) -> int:
         """Hold new requests back, let running ones end, or with --partial freeze them and note how many tokens each has; drop
@@ -315,9 +328,10 @@ class Line:
                 await step()
         except Exception as e:
             self.outbox.clear()
+            kind = EngineLost if isinstance(e, ray.exceptions.ActorUnavailableError) else EngineFault
             for future in self.waiting.values():
                 if not future.done():
-                    future.set_exception(EngineFault(e))
+                    future.set_exception(kind(e))
 
     async def send(self) -> None:
         requests = self.outbox[:]
@@ -333,6 +347,10 @@ class Line:
 
 class EngineFault(RuntimeError):
     """An engine could not answer: no fault of the agent."""
+
+
+class EngineLost(EngineFault):
+    """It has died. Ray starts it again, and it opens when it has the current weights."""
 
 
 class Runner:
@@ -360,16 +378,22 @@ class Runner:
     async def rollout(self, task: Task, group_id: int, rollout_id: int, attempt: int, temperature=None) -> Rollout:
         """Play one episode. A fault of the agent (it raises, is too slow, gives no number) comes back as `error`; an
         EngineFault is raised."""
-        line, turns, start = self.lines[group_id % len(self.lines)], itertools.count(), time.perf_counter()
-        broken = []
+        line, calls, start = self.lines[group_id % len(self.lines)], itertools.count(), time.perf_counter()
+        limit, broken, rerun = asyncio.timeout(self.cfg.episode_timeout), [], Counter()
 
         async def generate(ids, max_tokens, known, stop=(), grammar=None):
-            name = f"{line.name}.{rollout_id}.{attempt}.{next(turns)}"  # of this process: another may have died
-            try:
-                return await line.generate(name, ids, max_tokens, known, temperature, stop, grammar)
-            except EngineFault as e:
-                broken.append(e)
-                raise
+            for again in itertools.count():
+                name = f"{line.name}.{rollout_id}.{attempt}.{next(calls)}"  # of this process: another may have died
+                asked = time.perf_counter()
+                try:
+                    return await line.generate(name, ids, max_tokens, known, temperature, stop, grammar)
+                except EngineLost:  # the turn begins anew, and the time is not the agent's
+                    rerun["requests/rerun"] += again == 0
+                    await asyncio.sleep(1)
+                    limit.reschedule(limit.when() + time.perf_counter() - asked)
+                except EngineFault as e:
+                    broken.append(e)
+                    raise
 
         try:
             agent = self.agent()
@@ -377,14 +401,14 @@ class Runner:
                 run = self.converse(agent, task, generate, group_id, rollout_id)
             else:
                 run = play(agent, task, self.chat, generate, self.cfg, self.call, group_id, rollout_id)
-            out = await asyncio.wait_for(run, self.cfg.episode_timeout)
-        except TimeoutError:
-            out = Rollout(group_id, rollout_id, error=f"it passed --episode_timeout {self.cfg.episode_timeout} s")
+            async with limit:
+                out = await run
         except Exception:
             if broken:
                 raise broken[0] from None
-            out = Rollout(group_id, rollout_id, error=traceback.format_exc(limit=-4))
-        out.seconds = time.perf_counter() - start
+            late = f"it passed --episode_timeout {self.cfg.episode_timeout} s"
+            out = Rollout(group_id, rollout_id, error=late if limit.expired() else traceback.format_exc(limit=-4))
+        out.seconds, out.counts = time.perf_counter() - start, out.counts | rerun
         return out
 
     async def converse(self, agent: ChatAgent, task: Task, generate, group_id: int, rollout_id: int) -> Rollout:
@@ -758,9 +782,11 @@ class Rollouts:
     async def snapshot(self) -> dict:
         """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
         again = [Group(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
-        finished = {g.id: replace(g, task=None) for g in self.groups.values() if g.rollouts}
+        untrained = [*self.handed, *self.groups.values()]  # a run may end between a batch and its training
+        finished = {g.id: replace(g, task=None) for g in untrained if g.rollouts}
         store = {i: await row if isinstance(row, ray.ObjectRef) else row for i, row in self.store.items()}
         where = {name: getattr(self, name) for name in ("version", "position", "batches", "next_row")}
+        where["batches"] -= bool(self.handed)
         return where | {"queue": again + self.queue, "groups": finished, "store": store, "ended": self.ended}
 
 
@@ -888,10 +914,11 @@ async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, ma
     return [s for s in rows if len(s)]
 
 
-def launch(cfg, rows: list[dict], state: dict | None, least: int):
+def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     """Start or join Ray and create the actors; returns (engines, rollouts handle, how other ranks join: ray.init arguments).
 
-    On one node Ray gets the GPUs that torchrun's ranks do not use. Engines load while the caller builds its model.
+    On one node Ray gets the GPUs that torchrun's ranks do not use, and the folder `scratch` for its logs and all temporary files.
+    Engines load while the caller builds its model.
     """
     here = os.path.dirname(os.path.abspath(__file__))
     cfg = SimpleNamespace(**vars(cfg))  # actors need the values, not the module that defines the class
@@ -911,16 +938,40 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int):
             raise BadInput(f"{asked}: the trainer leaves {len(gpus)} GPUs")
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        local = dict(include_dashboard=False, _node_ip_address="127.0.0.1")
+        env["TMPDIR"] = scratch
+        local = dict(include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=scratch)
         ray.init(num_cpus=need + cfg.runners + 2, num_gpus=len(gpus), **local, **init)
         os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
-    one = dict(num_cpus=1, max_concurrency=100_000)
-    place = one | (dict(num_cpus=cfg.engine_tp) if cpu else dict(num_gpus=cfg.engine_tp))
-    engines = [ray.remote(Engine).options(**place).remote(cfg, i, cpu) for i in range(playing * cfg.engines)]
-    again = one | dict(max_restarts=DEATHS)
-    runners = [ray.remote(Runner).options(**again).remote(cfg, engines) for _ in range(playing * cfg.runners)]
-    rollouts = ray.remote(Rollouts).options(name="rollouts", **one).remote(cfg, rows, runners, least, state)
+    engine = {"CPU": cfg.engine_tp} if cpu else {"CPU": 1, "GPU": cfg.engine_tp}
+    served, played = playing * cfg.engines, playing * cfg.runners
+    bundles = [engine] * served + [{"CPU": 1}] * (played + 1)
+    room = reserve(bundles)
+
+    def actor(kind, i: int, **how):
+        size = dict(num_cpus=bundles[i]["CPU"], num_gpus=bundles[i].get("GPU", 0))
+        where = PlacementGroupSchedulingStrategy(room, i)
+        return ray.remote(kind).options(max_concurrency=100_000, scheduling_strategy=where, **size, **how)
+
+    again = dict(max_restarts=DEATHS)
+    engines = [actor(Engine, i, **again).remote(cfg, i, cpu) for i in range(served)]
+    runners = [actor(Runner, served + i, **again).remote(cfg, engines) for i in range(played)]
+    rollouts = actor(Rollouts, served + played, name="rollouts").remote(cfg, rows, runners, least, state)
     return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
+
+
+def reserve(bundles: list[dict]):
+    """Room in Ray for the actors, each on one node. Raises BadInput with what is asked and free where there is none in time."""
+    group = ray.util.placement_group(bundles)
+    if not group.wait(PLACE_TIMEOUT):
+        asked, free = sum(map(Counter, bundles), Counter()), ray.available_resources()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        lines = [
+            f"{name:6}{n:8}{free.get(name, 0):8.0f}  {[int(x.get(name, 0)) for x in nodes]}"
+            for name, n in asked.items()
+        ]
+        table = "\n".join(["         asked    free  each node has", *lines])
+        raise BadInput(f"--engines --engine_tp --runners: no room in Ray within {PLACE_TIMEOUT} s\n{table}")
+    return group
 
 
 def visible_gpus() -> list[str]:

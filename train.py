@@ -17,13 +17,16 @@ This file wires the other seven modules: flags, model, optimizer, the loop, chec
 import contextlib
 import dataclasses
 import difflib
+import faulthandler
 import json
 import logging
 import math
 import os
 import resource
 import shutil
+import signal
 import sys
+import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -50,7 +53,7 @@ import loss
 from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
 from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
-from refit import Refit, compute_device, merged
+from refit import EngineLeft, Refit, ask, compute_device, merged
 from replay import Head, Replay, ValueHead, check_identity, pack, plan
 from rollout import launch, load_rows, messages_of
 from server import Chat
@@ -109,6 +112,8 @@ class Config:
     temperature: float = 1.0  # sampling temperature; the trainer applies the same
     max_tokens: int = 24  # sampled tokens per turn
     max_context: int = 256  # tokens per rollout, prompt included
+    # seconds in which an engine answers when the trainer asks how it is; one that hangs is started again
+    engine_timeout: float = 300.0
     ray_address: str = ""  # Ray cluster to join ("auto" under Slurm); empty starts one on this node
 
     save_rollouts: bool = False  # write each batch to --out/rollouts, for --train_from
@@ -171,6 +176,8 @@ class Config:
     # ---- refit.py
 
     refit_bucket_mb: int = 256  # megabytes per bucket
+    # seconds for each step of a refit, such as one bucket; engines that hang are started again
+    refit_timeout: float = 600.0
 
     # ---- train.py
 
@@ -205,6 +212,7 @@ class Config:
     ep: int = 1  # expert-parallel ranks
     seed: int = 0  # of prompts' order, engines and tasks
     out: str = ""  # folder for metrics.jsonl, checkpoints and the exported model; empty: out/<date>-<seed>
+    save_timeout: float = 1800.0  # seconds for writing a checkpoint; then the run ends, the last one is whole
     save_every: int = 0  # steps between checkpoints; 0: at the end only
     keep: int = 2  # checkpoints kept
     resume: bool = False  # go on from the newest checkpoint in --out
@@ -252,6 +260,7 @@ def validate(cfg: Config, world: int = 1) -> None:
     """Refuse what cannot work. Pure: looks at nothing but `cfg` and the number of ranks; raises ValueError."""
     positive = "max_turns episode_timeout engines engine_tp runners prompts samples max_tokens max_context steps epochs"
     positive += " lr temperature refit_bucket_mb tokens_per_microbatch minibatches max_grad_norm ep keep kl_horizon"
+    positive += " engine_timeout refit_timeout save_timeout"
     refused = [(getattr(cfg, name) <= 0, name, "must be positive") for name in positive.split()]
     for wrong, names, fix in refused + unfit(cfg, world) + meaningless(cfg):
         if wrong:
@@ -543,20 +552,33 @@ def training_state(learners: dict) -> dict:
     return {name: {"model": weights, "optimizer": moments} for name, (weights, moments) in states.items()}
 
 
+class NotWritten(RuntimeError):
+    """A checkpoint or a model could not be written."""
+
+
 @contextlib.contextmanager
-def atomic(folder: Path, part: str = ""):
-    """A name under which all ranks write a folder, or of it a `part` to keep; it gets its own name when it is complete."""
-    temporary = folder.with_name(folder.name + ".tmp")
+def atomic(cfg: Config, name: str, part: str = ""):
+    """A path under which all ranks write the folder `name` of --out, or of it a `part` to keep; it is there when it is complete.
+
+    Raises NotWritten. After --save_timeout seconds it prints the stacks and ends the process.
+    """
+    folder, temporary = Path(cfg.out, name), Path(cfg.out, name + ".tmp")
+    faulthandler.dump_traceback_later(cfg.save_timeout, exit=True)
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
-    yield temporary
+    try:
+        yield temporary
+    except BaseException as e:  # as dcp's is
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk has room again
+        raise NotWritten(f"--out {cfg.out}: {name} was not written, older ones are whole\n{e}") from e
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         (temporary / part).rename(folder)
         shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, pool: dict | None = None) -> None:
@@ -566,7 +588,7 @@ def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, pool
     """
     import torch.distributed.checkpoint as dcp
 
-    with atomic(Path(cfg.out) / f"checkpoint-{where['step']:06d}") as folder:
+    with atomic(cfg, f"checkpoint-{where['step']:06d}") as folder:
         dcp.save(training_state(learners), checkpoint_id=str(folder))
         if dist.get_rank() == 0:
             schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
@@ -629,7 +651,7 @@ def export(cfg: Config, model) -> Path:
     def write(name: str, written: str, **how) -> Path:
         how |= dict(checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model)
         checkpointer = CheckpointingConfig(**how).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
-        with atomic(Path(cfg.out) / name, written) as folder:
+        with atomic(cfg, name, written) as folder:
             model.save_pretrained(str(folder), checkpointer=checkpointer, **extra)
         return Path(cfg.out) / name
 
@@ -804,11 +826,13 @@ def observe(replay: Replay, micro, logprobs, entropy) -> dict:
     return found | replay.expert_metrics(micro)
 
 
-def verify(micros: list, segments: list, version: int, device: str, meter: Meter) -> None:
-    """Check the identity of packed micro-batches and that no token is of the future, then move them to the device.
-
-    version: the trainer's.
-    """
+def verify(cfg: Config, micros: list, segments: list, version: int, device: str, meter: Meter) -> None:
+    """Check the identity of packed micro-batches, that no reply has more tokens than it may and that no token is of the future,
+    then move them to the device. version: the trainer's."""
+    longest = max((end - start for s in segments for start, end, _ in s.replies), default=0)
+    meter.add({"tokens/reply_max": longest})
+    if longest > cfg.max_tokens and cfg.estimator != "sft":
+        raise InvariantError(f"token identity: a reply has {longest} tokens, --max_tokens allows {cfg.max_tokens}")
     for micro in micros:
         meter.add({"tokens/digest_mismatch": (0.0, 0), "tokens/sampled": (check_identity(micro, segments), 0)})
         if (newest := int(micro.versions.max())) > version:
@@ -1082,7 +1106,7 @@ def verdict(cfg: Config, console, m: dict[str, float]) -> None:
 
 # ---- the loop
 
-START_TIMEOUT = 1800  # seconds for the engines to load
+POLL = 2.0  # seconds between looks at the engines while the pool is awaited
 PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
 
 
@@ -1100,8 +1124,11 @@ class Run:
     chat: Chat
     rollouts: Any  # the pool
     engines: list
+    scratch: str  # folder of Ray's logs and all temporary files
     refit: Refit | None = None  # nothing to refit without engines
     probe: list[int] = field(default_factory=list)  # ids of its text
+    seen: Meter = field(default_factory=Meter)  # what the last probe showed, for the next batch
+    stopped: float = 0.0  # when a signal came
 
 
 def from_rank_0(control, value=None):
@@ -1113,10 +1140,11 @@ def from_rank_0(control, value=None):
 def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     """Engines, process groups and models, all loaded when it returns. rows: rank 0's data; where: as `newest` gives it."""
     rank, clock = int(os.environ["RANK"]), Clock()
-    engines, rollouts, address = [], None, None
+    engines, rollouts, address, scratch = [], None, None, ""
     if rank == 0:  # the engines load while this process imports and builds its model
+        scratch = tempfile.tempdir = tempfile.mkdtemp(prefix="instar-", dir="/tmp")  # a short name, for Ray's sockets
         pool = torch.load(checkpoints(cfg.out)[-1] / "rollouts.pt", weights_only=False) if cfg.resume else None
-        engines, rollouts, address = launch(cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1)
+        engines, rollouts, address = launch(cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch)
 
     from transformers import AutoTokenizer
 
@@ -1136,39 +1164,80 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     if cfg.resume:
         load_checkpoint(cfg, learners)
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
-    r = Run(cfg, device, control, clock, Console(quiet=rank > 0), learners, reference, chat, rollouts, engines)
+    r = Run(cfg, device, control, clock, Console(quiet=rank > 0), learners, reference, chat, rollouts, engines, scratch)
     clock.mark("time/start_trainer")
     if cfg.estimator != "sft" and not cfg.train_from:
-        ray.get([e.ready.remote() for e in engines], timeout=START_TIMEOUT)
         host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
-        model, dtype = learners["policy"].replay.model, getattr(torch, cfg.dtype)
-        r.refit = Refit(model, engines, cfg.engine_tp, dtype, cfg.refit_bucket_mb, host)
+        r.refit = Refit(cfg, learners["policy"].replay.model, engines, host)
         r.probe = chat.encode(PROBE)[: cfg.max_context - 1]
+        from_rank_0(control, r.refit.connect())
         clock.mark("time/start_engines")
     return r
 
 
-def molt(r: Run, version: int) -> tuple[dict, Meter]:
-    """Weights to the engines, the probe, then they open; returns the refit's metrics and the probe's, for the next batch."""
-    if not r.refit:
-        return {}, Meter()
-    metrics = r.refit(version)
-    scores = from_rank_0(r.control, ray.get([e.score.remote(r.probe) for e in r.engines]))
+def listen(r: Run) -> None:
+    """From here on the first SIGINT or SIGTERM ends the run after the step at hand; another one, a second later, at once."""
+
+    def stop(*_) -> None:
+        if r.stopped and time.monotonic() - r.stopped > 1:  # torchrun passes on what the terminal has sent to all
+            raise KeyboardInterrupt
+        r.stopped = r.stopped or time.monotonic()
+        r.console.print("stopping: the step at hand ends, then a checkpoint is written")
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+def watch(r: Run, call):
+    """Rank 0: what `call` of the pool returns, or before that "stop" after a signal, or "engine" when one has come back."""
+    while not r.stopped:
+        if ray.wait([call], timeout=POLL)[0]:
+            return ray.get(call)
+        with contextlib.suppress(EngineLeft):  # Ray is starting it
+            if not all(ask(r.engines, r.cfg.engine_timeout, "joined")):
+                return "engine"
+    return "stop"
+
+
+def awaited(r: Run, version: int, method: str, *args):
+    """What a method of the pool returns, on every rank, or "stop". Engines that come back meanwhile get the weights."""
+    call = getattr(r.rollouts, method).remote(*args) if dist.get_rank() == 0 else None
+    while (found := from_rank_0(r.control, watch(r, call) if call else None)) == "engine":
+        r.console.print(
+            f"an engine has died and come back: all get the weights of version {version} again", style="red"
+        )
+        molt(r, version)
+    return found
+
+
+def molt(r: Run, version: int) -> dict:
+    """Weights to the engines, the probe, then they open; returns the refit's metrics. Where an engine dies, all over again."""
+    scores = None if r.refit else []
+    while scores is None:
+        from_rank_0(r.control, r.refit.connect())
+        with contextlib.suppress(EngineLeft):  # on rank 0; the others have sent all there was to send
+            metrics = r.refit(version)
+            scores = ask(r.engines, r.cfg.engine_timeout, "score", r.probe)
+        scores = from_rank_0(r.control, scores)
+    if not scores:
+        return {}
     seen = probe(r.cfg, r.learners["policy"].replay, scores, r.probe, version)
-    ray.get([e.release.remote() for e in r.engines])
-    return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}, seen if dist.get_rank() == 0 else Meter()
+    with contextlib.suppress(EngineLeft):  # whoever waits for a batch will see
+        ask(r.engines, r.cfg.engine_timeout, "release")
+    r.seen = seen if dist.get_rank() == 0 else Meter()
+    return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}
 
 
-def prove(r: Run, version: int) -> Meter:
+def prove(r: Run, version: int) -> None:
     """The first molt, then a few replies of each engine go the whole way of a rollout; prints the verdict table.
 
-    Returns what `molt` does for the next batch. Raises InvariantError before anything is learnt.
+    Raises InvariantError before anything is learnt.
     """
-    metrics, seen = molt(r, version)
+    metrics = molt(r, version)
     if r.refit:
-        trial, meter = from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)), Meter(seen)
+        trial, meter = from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)), Meter(r.seen)
         micro = pack(trial, list(range(len(trial))))
-        verify([micro], trial, version, r.device, meter)
+        verify(r.cfg, [micro], trial, version, r.device, meter)
         score(r.learners["policy"].replay, [micro], meter)
         first = meter.reduce(r.control) | metrics
         verdict(r.cfg, r.console, first)
@@ -1177,17 +1246,17 @@ def prove(r: Run, version: int) -> Meter:
     spans = r.clock.take()
     spent = ", ".join(f"{k.removeprefix('time/start_')} {v:.0f} s" for k, v in spans.items())
     r.console.print(f"ready after {sum(spans.values()):.0f} s: {spent}")
-    return seen
 
 
 def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
-    """The eval/… metrics of rank 0: rewards and the unbiased pass@k, k = 1, 2, 4, …, over rollouts, for each data source too.
+    """The eval/… metrics: rewards and the unbiased pass@k, k = 1, 2, 4, …, over rollouts, for each data source too.
 
     best: {checkpoint, version, score} of the best pass@1 so far, updated in place. Raises InvariantError for mixed versions.
     """
     cfg, n, found = r.cfg, r.cfg.eval_samples, {}
     rows = load_rows(cfg.eval_data, cfg.prompt_key)
-    outs = ray.get(r.rollouts.evaluate.remote(rows))
+    if (outs := awaited(r, version, "evaluate", rows)) == "stop":
+        return {}
     if (seen := set().union(*(out["versions"] for out in outs))) - {version}:
         raise InvariantError(f"policy version: an evaluation of version {version} has tokens of {sorted(seen)}")
     rewards, sources = [[] for _ in rows], [str(row.get("data_source") or "") for row in rows]
@@ -1208,6 +1277,20 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     return found
 
 
+def take_busy(r: Run) -> list[float]:
+    """Seconds that each engine worked since the last call; none where one has died."""
+    try:
+        return ask(r.engines, r.cfg.engine_timeout, "take_busy")
+    except EngineLeft:
+        return []
+
+
+def save(r: Run, where: dict) -> int:
+    """Write a checkpoint; returns its step."""
+    save_checkpoint(r.cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if dist.get_rank() == 0 else None)
+    return where["step"]
+
+
 def fetch(r: Run, batch: dict, version: int, meter: Meter) -> tuple[list, list]:
     """This rank's rows of a batch: (micro-batches of each minibatch, verified, the Segments that they are packed from)."""
     parts = [p[dist.get_rank()] for p in batch["plan"]]
@@ -1216,7 +1299,7 @@ def fetch(r: Run, batch: dict, version: int, meter: Meter) -> tuple[list, list]:
     segments = [ray.get(row) if isinstance(row, ray.ObjectRef) else row for row in rows]
     place, owners = {row: at for at, row in enumerate(mine)}, [batch["rows"][i]["rollout"] for i in mine]
     parts = [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts]
-    verify([micro for part in parts for micro in part], segments, version, r.device, meter)
+    verify(r.cfg, [micro for part in parts for micro in part], segments, version, r.device, meter)
     return parts, segments
 
 
@@ -1259,26 +1342,30 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         cfg.kl_coef = where["kl_coef"]
     r = start(cfg, rows, where)
     cfg, version, rank, policy = r.cfg, where["version"], dist.get_rank(), r.learners["policy"]
-    seen = prove(r, version)
+    saved = where["step"] if cfg.resume else -1
+    prove(r, version)
+    listen(r)
     log, best = Log(cfg, r.console, where["step"]) if rank == 0 else None, where["best"]
-    if (cfg.eval_at_start or cfg.eval_only) and rank == 0:
-        log.write({"step": where["step"], "version": version} | evaluate(r, version, where["step"], best))
-        ray.get([e.take_busy.remote() for e in r.engines])  # it is no part of a step
+    if cfg.eval_at_start or cfg.eval_only:
+        found = {"step": where["step"], "version": version} | evaluate(r, version, where["step"], best)
+        if rank == 0:
+            log.write(found)
+        take_busy(r)  # it is no part of a step
         r.clock.mark("time/eval")
         r.clock.take()
     if cfg.eval_only:
         cfg.steps = where["step"]
 
     for step in range(where["step"], cfg.steps):
-        batch = from_rank_0(r.control, ray.get(r.rollouts.next_batch.remote()) if rank == 0 else None)
-        if batch is None:
-            r.console.print("the data has ended")
+        batch = awaited(r, version, "next_batch")
+        if batch in (None, "stop"):
+            r.console.print("stopped" if batch else "the data has ended")
             break
         r.clock.mark("time/generate")
         deal(cfg, batch, world)
 
         # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
-        meter, lr = Meter(seen), policy.scheduler.get_last_lr()[0]
+        meter, lr = Meter(r.seen), policy.scheduler.get_last_lr()[0]
         try:
             parts, segments = fetch(r, batch, version if r.refit else batch["version"], meter)
             version += update(r, batch, parts, meter, step >= cfg.critic_warmup_steps) > 0
@@ -1292,14 +1379,14 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             cfg.kl_coef = loss.adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts)
         r.clock.mark("time/train")
 
-        refit_metrics, seen = molt(r, version)
+        refit_metrics = molt(r, version)
         r.clock.mark("time/refit")
         if rank == 0:
             ray.get(r.rollouts.refitted.remote(version))
 
         metrics = {"step": step + 1, "version": version, "optim/lr": lr, "kl/coef": cfg.kl_coef}
         metrics |= batch_metrics(batch) | learnt | refit_metrics
-        if evaluated := cfg.eval_every and (step + 1) % cfg.eval_every == 0 and rank == 0:
+        if evaluated := cfg.eval_every and (step + 1) % cfg.eval_every == 0:
             metrics |= evaluate(r, version, step + 1, best)
             r.clock.mark("time/eval")
         if cfg.estimator == "sft":  # nothing was sampled
@@ -1307,8 +1394,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             metrics = {k: v for k, v in metrics.items() if not k.startswith(sampled)}
         if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tokens = metrics["tokens/trained"] + metrics["tokens/context"]
-            busy = ray.get([e.take_busy.remote() for e in r.engines])
-            log.write(metrics | times(r.clock.take(), tokens, r.device, busy))
+            log.write(metrics | times(r.clock.take(), tokens, r.device, take_busy(r)))
             if cfg.show_every and step % cfg.show_every == 0 and segments:
                 show(r.console, r.chat, segments[0])
             if batch["first_error"] and not log.shown_error:
@@ -1316,19 +1402,25 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
                 told = f"a rollout failed; the first traceback:\n{batch['first_error']}"
                 r.console.print(told, style="red", markup=False)
         where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
-        better = from_rank_0(r.control, evaluated and best["version"] == version)
+        better = evaluated and best.get("version") == version
         if better or cfg.save_every and (step + 1) % cfg.save_every == 0:
-            save_checkpoint(cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if rank == 0 else None)
+            saved = save(r, where)
             r.clock.mark("time/save")
 
     if rank == 0:
         log.close()
-    if not cfg.eval_only:
-        save_checkpoint(cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if rank == 0 else None)
+    if not cfg.eval_only and saved != where["step"]:
+        save(r, where)
+    if not (cfg.eval_only or r.stopped):
         folder = export(cfg, policy.replay.model)
         r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
     dist.barrier()
     dist.destroy_process_group()
+    ray.shutdown()
+    if rank == 0:
+        shutil.rmtree(r.scratch, ignore_errors=True)
+    if r.stopped:
+        raise KeyboardInterrupt
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1355,9 +1447,20 @@ def main(argv: list[str] | None = None) -> int:
     except InvariantError as e:
         print(f"instar: an invariant failed. {e}", file=sys.stderr)
         return 3
+    except NotWritten as e:
+        print(f"instar: {e}", file=sys.stderr)
+        return 1
     except ray.exceptions.RayError as e:
-        logs = os.path.realpath("/tmp/ray/session_latest/logs")
-        print(f"instar: an actor failed; its own log is in {logs}\n{e}", file=sys.stderr)
+        logs = "/tmp/ray" if cfg.ray_address else tempfile.gettempdir()
+        told = (
+            f"an actor failed; its own log is in {logs}/session_latest/logs; --resume goes on from the last checkpoint"
+        )
+        print(f"instar: {told}\n{e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(
+            f"instar: stopped by a signal; --resume --out {cfg.out} goes on from its last checkpoint", file=sys.stderr
+        )
         return 1
     finally:
         ray.shutdown()

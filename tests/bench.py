@@ -18,6 +18,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -151,7 +152,7 @@ def phase(flags: list[str]) -> dict:
 
     cfg = train.parse(flags)
     plain, rollout.Engine = rollout.Engine, Engine
-    engines, rollouts, _ = rollout.launch(cfg, rollout.load_rows(cfg.data, cfg.prompt_key), 0, 2)
+    engines, rollouts, _ = rollout.launch(cfg, rollout.load_rows(cfg.data, cfg.prompt_key), None, 2, tempfile.mkdtemp())
     rollout.Engine = plain
     (engine,) = engines
     ray.get(engine.release.remote())
@@ -160,7 +161,7 @@ def phase(flags: list[str]) -> dict:
         begun = time.perf_counter()
         ray.get(rollouts.next_batch.remote())
         through = time.perf_counter() - begun
-        ray.get(rollouts.refitted.remote())
+        ray.get(rollouts.refitted.remote(i + 1))
         chains = ray.get(engine.take.remote())
         alone = ray.get(engine.direct.remote(chains))
         if i > 1:  # the first phases of a run warm up
@@ -179,8 +180,6 @@ def phase(flags: list[str]) -> dict:
 
 def refit() -> dict:
     """Refit of a random 0.1 B model in fp32 to one engine; a plain copy of as many bytes beside it."""
-    import tempfile
-
     import ray
     import torch
     import torch.distributed as dist
@@ -203,11 +202,11 @@ def refit() -> dict:
     Qwen3ForCausalLM(Qwen3Config(vocab_size=32768, max_position_embeddings=1024, **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     cfg = train.parse(["--model", folder])
-    engines, _, _ = rollout.launch(cfg, [{"prompt": "x"}], 0, 2)
+    engines, _, _ = rollout.launch(cfg, [{"prompt": "x"}], None, 2, tempfile.mkdtemp())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, _ = train.build_model(cfg, "cpu")
-    ray.get([e.ready.remote() for e in engines])
-    mover = Refit(model, engines, 1, torch.float32, cfg.refit_bucket_mb)
+    mover = Refit(cfg, model, engines)
+    mover.connect()
     speeds = [mover(i)["refit/gb_per_s"] for i in range(4)][1:]
     size = sum(p.nbytes for p in model.parameters())
     source, target = torch.ones(size // 4), torch.empty(size // 4)

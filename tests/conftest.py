@@ -66,7 +66,6 @@ class Stage:
     """One model on both sides: a real engine in Ray and the FSDP2 trainer in this process, refitted to version 0."""
 
     def __init__(self, model: str, **flags):
-        import torch
         from planted import Engine
         from transformers import AutoConfig, AutoTokenizer
 
@@ -83,6 +82,8 @@ class Stage:
             minibatches=1,
             max_context=512,
             max_tokens=48,
+            refit_bucket_mb=1,
+            refit_timeout=120.0,
         )
         self.cfg = Config(model=model, **defaults | flags)
         place = dict(num_cpus=1, max_concurrency=1000)
@@ -91,8 +92,7 @@ class Stage:
         self.policy = build_policy(self.cfg, "cpu")
         self.replay, self.optimizer = self.policy.replay, self.policy.optimizer
         self.model = self.replay.model
-        ray.get(self.engine.ready.remote(), timeout=300)
-        self.refit = Refit(self.model, [self.engine], 1, torch.float32, 1)
+        self.refit = Refit(self.cfg, self.model, [self.engine])
         self.version = -1
         self.weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.molt()
@@ -104,6 +104,7 @@ class Stage:
         """Refit to the next version and probe; returns the largest probe gap."""
         from train import PROBE, probe
 
+        self.refit.connect()
         self.version += 1
         self.refit(self.version)
         ids = self.chat.encode(PROBE)
@@ -166,7 +167,7 @@ class Stage:
 
         cfg, meter = dataclasses.replace(self.cfg, **flags), Meter()
         micros = [pack(segments, m) for m in plan([len(s) for s in segments], 1, cfg.tokens_per_microbatch)[0]]
-        verify(micros, segments, self.version, "cpu", meter)
+        verify(cfg, micros, segments, self.version, "cpu", meter)
         score(self.replay, micros, meter)
         check_gates(cfg, metrics := meter.local())
         return metrics

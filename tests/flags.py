@@ -61,8 +61,13 @@ HAND = {
     "prompts": ("groups of a batch", "rollouts/finished", "every_prompt_is_trained_once_a_pass"),
     "samples": ("rollouts of a group; R is --prompts times this", "rollouts/finished"),
     "temperature": ("logits of engine and `Head` [n, V]", "gap/on_version_max", "another_temperature_in_the_trainer"),
-    "max_tokens": ("tokens of a reply", "tokens/trained", "the_output_cap_is_clamped"),
+    "max_tokens": ("tokens of a reply", "tokens/reply_max", "the_output_cap_is_clamped"),
     "max_context": ("T of a row; vLLM's `max_model_len`", "rollouts/truncated", "limits_on_turns_and_context"),
+    "engine_timeout": (
+        "`refit.answers`: seconds until an engine is ended",
+        "requests/rerun",
+        "an_engine_that_hangs_is_ended",
+    ),
     "ray_address": ("the cluster of `ray.init`; the host of the refit group", "-"),
     "tokens_per_microbatch": ("B × T of a micro-batch", "memory/peak_gb", "every_row_is_dealt_once_within"),
     "replay_experts": (
@@ -104,6 +109,11 @@ HAND = {
     "loss_agg": ("weight of a rollout's tokens [R]; the denominator", "loss/mass", "worked_values_of_the_aggregations"),
     "loss_length": ("the denominator", "loss/policy", "the_denominator_of_a_step"),
     "refit_bucket_mb": ("a bucket, uint8 [n]", "refit/seconds, refit/gb_per_s", "buckets_keep_the_order"),
+    "refit_timeout": (
+        "`refit.answers` and the refit group's collectives",
+        "refit/seconds",
+        "an_engine_that_hangs_is_ended",
+    ),
     "ref_model": ("`ref_logprobs` [B, T]", "kl/ref"),
     "critic_model": ("`values` [B, T]", "value/explained_variance", "the_critic_learns_at_its_own_rate"),
     "critic_lr": ("the critic's AdamW", "value/error"),
@@ -127,6 +137,7 @@ HAND = {
     "ep": ("the device mesh of the experts' weights", "loss/mass", "two_ranks_give_the_loss"),
     "seed": ("order of the rows, seeds of engines and tasks", "-"),
     "out": ("a folder", "-", "resuming_cuts_the_metrics"),
+    "save_timeout": ("`train.atomic`: seconds until the process ends", "time/save", "a_checkpoint_that_hangs"),
     "save_every": ("checkpoints in --out", "time/save"),
     "keep": ("checkpoints in --out", "-", "as_many_checkpoints_as_asked"),
     "resume": (

@@ -103,7 +103,7 @@ class Update:
 
     def score(self):
         self.logits |= {name: [] for name in self.gates}
-        train.verify(self.micros, self.rows, 0, "cpu", train.Meter())
+        train.verify(self.cfg, self.micros, self.rows, 0, "cpu", train.Meter())
         train.score(self.replay, self.micros, train.Meter())
 
     def learn(self, step=lambda: None):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ray
 from rich.console import Console
 
 import train
@@ -38,9 +37,8 @@ def evaluated(tmp_path, monkeypatch, rows, runner, version=3, best=None, **flags
     (tmp_path / "rows.jsonl").write_text("".join(train.json.dumps(row) + "\n" for row in rows))
     cfg = Config(eval_data=str(tmp_path / "rows.jsonl"), eval_every=1, **flags)
     pool = Rollouts(cfg, [{"prompt": "p"}], [runner], 2)
-    monkeypatch.setattr(ray, "get", asyncio.run)
-    handle = SimpleNamespace(evaluate=SimpleNamespace(remote=pool.evaluate))
-    r = SimpleNamespace(cfg=cfg, rollouts=handle, console=Console(quiet=True))
+    monkeypatch.setattr(train, "awaited", lambda r, version, method, *args: asyncio.run(getattr(pool, method)(*args)))
+    r = SimpleNamespace(cfg=cfg, console=Console(quiet=True))
     return train.evaluate(r, version, 8, best if best is not None else {})
 
 

@@ -46,10 +46,10 @@ def test_weights_are_gathered_and_sent_by_the_devices_that_the_engines_have(poli
     sent = dict(refit.hf_tensors(policy.replay.model, torch.float32))
     assert asked == ["cuda"] * len(sent) and len(sent) == len(list(policy.replay.model.parameters()))
     joined, made = [], []
-    monkeypatch.setattr(refit.ray, "get", lambda calls: None)
-    monkeypatch.setattr(refit, "group", lambda *args: made.append(args[4]))
-    engine = SimpleNamespace(join=SimpleNamespace(remote=lambda *args: joined.append(args[-1])))
-    refit.Refit(policy.replay.model, [engine], 1, torch.float32, 1)
+    monkeypatch.setattr(refit, "answers", lambda *args: None)
+    monkeypatch.setattr(refit, "group", lambda **how: made.append(how["device"]))
+    engine = SimpleNamespace(do=SimpleNamespace(remote=lambda method, init: joined.append(init["device"])))
+    refit.Refit(train.Config(), policy.replay.model, [engine]).rendezvous()
     assert joined == made == ["cuda"]
 
 

@@ -63,7 +63,7 @@ def test_a_tied_head_is_sent_once_and_in_the_dtype_of_the_refit(tiny):
 
 @pytest.mark.parametrize("report", [[3, 77], [4, 78], [0, 0]])
 def test_a_worker_that_loaded_something_else_is_named(report):
-    refit = Refit(None, [], 1, torch.float32, 1)
+    refit = Refit(None, None, [])
     sent = [(2, 100, 40), (2, 50, 37)]
     refit.verify(sent, [[[4, 77]], [[4, 77], [4, 77]]])
     with pytest.raises(InvariantError, match="^refit: engine 1 worker 1 loaded"):

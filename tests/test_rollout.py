@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import rollout
-from agent import Agent, ChatAgent, Env, Reply, Result, Segment, Task, digest
+from agent import Agent, BadInput, ChatAgent, Env, Reply, Result, Segment, Task, digest
 from rollout import (
     Engine,
     EngineFault,
@@ -118,6 +118,7 @@ class Scripted(Engine):
 
     def __init__(self):
         self.tasks, self.replies, self.batches, self.cancelled = {}, defaultdict(asyncio.Queue), [], []
+        self.llm = SimpleNamespace(errored=False)
 
     async def submit(self, runner, requests):
         self.batches.append(len(requests))
@@ -465,13 +466,24 @@ class FakeRay:
     """Counts what `launch` asks of Ray."""
 
     def __init__(self):
-        self.joined, self.made = None, []
+        self.joined, self.made, self.util = None, [], self
+        self.reserved, self.room = [], True
 
     def init(self, **args):
         self.joined = args
 
     def cluster_resources(self):
         return {"CPU": 64}
+
+    def placement_group(self, bundles):
+        self.reserved = bundles
+        return SimpleNamespace(wait=lambda seconds: self.room)
+
+    def available_resources(self):
+        return {"CPU": 3.0}
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {"CPU": n}} for n in (4, 60)] + [{"Alive": False}]
 
     def get_runtime_context(self):
         return SimpleNamespace(gcs_address="here:1")
@@ -487,11 +499,22 @@ class FakeRay:
 def test_there_are_as_many_engines_and_runners_as_asked_on_a_cluster_or_on_this_node(monkeypatch, address):
     monkeypatch.setattr(rollout, "ray", ray := FakeRay())
     monkeypatch.setattr(rollout, "visible_gpus", list)
-    engines, _, joining = launch(Config(engines=3, engine_tp=2, runners=4, ray_address=address), [], 0, 2)
+    engines, _, joining = launch(Config(engines=3, engine_tp=2, runners=4, ray_address=address), [], None, 2, "/x")
     assert engines == ["Engine"] * 3 and [name for name, _ in ray.made].count("Runner") == 4
     assert {place["num_cpus"] for name, place in ray.made if name == "Engine"} == {2}
     assert joining["address"] == "here:1"
+    assert ray.reserved == [{"CPU": 2}] * 3 + [{"CPU": 1}] * 5
+    assert [p["scheduling_strategy"].placement_group_bundle_index for _, p in ray.made] == list(range(8))
     if address:
         assert ray.joined["address"] == "auto" and "num_cpus" not in ray.joined
     else:
         assert "address" not in ray.joined and ray.joined["num_cpus"] == 3 * 2 + 4 + 2
+
+
+def test_a_cluster_without_room_is_refused_with_what_is_asked_and_what_is_free(monkeypatch):
+    monkeypatch.setattr(rollout, "ray", ray := FakeRay())
+    ray.room = False
+    with pytest.raises(BadInput) as e:
+        launch(Config(engines=3, engine_tp=2, runners=4, ray_address="auto"), [], None, 2, "/x")
+    assert not ray.made and "--engines" in str(e.value) and "within 60 s" in str(e.value)
+    assert str(e.value).splitlines()[-1].split() == ["CPU", "11", "3", "[4,", "60]"]

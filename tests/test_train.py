@@ -463,6 +463,6 @@ def test_help_says_of_every_flag_what_it_is_and_nothing_else(capsys):
 def test_planted_a_token_of_a_version_to_come_is_refused_and_one_of_today_is_not():
     row = segment(9, [(3, 6)])  # of version 0
     for version in (0, 4):
-        train.verify([pack([row], [0])], [row], version, "cpu", Meter())
+        train.verify(train.Config(), [pack([row], [0])], [row], version, "cpu", Meter())
     with pytest.raises(InvariantError, match="^policy version: a token is stamped 0, the trainer is at version -1"):
-        train.verify([pack([row], [0])], [row], -1, "cpu", Meter())
+        train.verify(train.Config(), [pack([row], [0])], [row], -1, "cpu", Meter())
