@@ -10,9 +10,9 @@ The probe, the first request after a refit, is in train.py, since it needs the t
     pytest tests/test_refit.py
 """
 
-import os
+import ctypes
+import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 
@@ -225,7 +225,9 @@ class Refit:
 
     def pause(self) -> int:
         """Without --partial it waits for running replies, none of which outlives its episode."""
-        return sum(ask(self.engines, self.cfg.episode_timeout + self.cfg.refit_timeout, "pause"))
+        rebuilt = ask(self.engines, self.cfg.episode_timeout + self.cfg.refit_timeout, "pause")
+        ask(self.engines, self.cfg.refit_timeout, "begin")
+        return sum(rebuilt)
 
     def send(self, bucket: list) -> None:
         flat, meta = pack(bucket)
@@ -280,7 +282,9 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
         init_info_cls, update_info_cls = Init, Bucket
 
         def init_transfer_engine(self, init: Init) -> None:
-            threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+            ctypes.CDLL(None).prctl(
+                1, signal.SIGKILL
+            )  # PR_SET_PDEATHSIG: vLLM's core outlives a killed engine otherwise
             self.group = group(**vars(init) | {"rank": init.rank + self.parallel_config.rank})
 
         def start_weight_update(self) -> None:
@@ -317,12 +321,6 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
 
         def shutdown(self) -> None:
             self.group = None
-
-    def end_with(parent: int) -> None:
-        """End this process when its parent has: vLLM's core outlives a killed engine otherwise."""
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
 
     class WorkerExtension:
         """Named in worker_extension_cls, so that each worker imports this module and has the methods below."""

@@ -209,8 +209,13 @@ class Engine:
         self.tick(False)
         states = self.llm.output_processor.request_states.values()
         self.counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states}
-        await self.llm.start_weight_update()
         return sum(self.counts.values()) + sum(len(s.prompt_token_ids) for s in states)
+
+    async def begin(self) -> None:
+        """Start the update. A request that ran meanwhile would be sampled from half of the weights, or end vLLM."""
+        if not await self.llm.is_paused():
+            raise RuntimeError("engine: it is not paused, so requests would run amid the refit")
+        await self.llm.start_weight_update()
 
     async def receive(self, meta: dict) -> None:
         """Take one bucket from the refit group and load it."""

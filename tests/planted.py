@@ -115,7 +115,6 @@ def main() -> int:
                 self.counts = {}
                 if self.version < 0:  # at the first refit nothing runs
                     return await super().pause()
-                await self.llm.start_weight_update()
                 return 0
 
         rollout.Engine = Careless

@@ -1,0 +1,171 @@
+"""Real runs whose processes are killed: what comes back, what ends the run with its cause, and what stays behind, nothing."""
+
+import json
+import os
+import shutil
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from test_run import QUICK, finish, metrics, start
+
+from rollout import read_batch
+
+pytestmark = pytest.mark.e2e
+FLAGS = [*QUICK, "--agent", "tests/talker.py", "--max_gap", 1e-5, "--max_tokens", 120, "--max_context", 512]
+FLAGS += ["--save_rollouts", "--save_every", 1, "--keep", 99]
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Marks what is started; after the test nothing of it may be left: no process (so no port), no shared memory, no socket."""
+    mark, before = uuid.uuid4().hex, {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    monkeypatch.setenv("INSTAR_TEST", mark)
+    yield
+    deadline = time.monotonic() + 30
+    while left := marked(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    new = {*os.listdir("/dev/shm"), *os.listdir("/tmp")} - before
+    assert not [name for name in new if not name.startswith(("instar-", "pytest", "torchelastic", "tmp"))], new
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes, but this one, that have the mark in their environment."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if pid != str(os.getpid()) and mark in Path("/proc", pid, "environ").read_text(errors="replace"):
+                found.append(Path("/proc", pid, "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def faulty(out, tiny, plan, *flags, ranks=0):
+    """A run with a plan of kills: (exit code, text, its notes)."""
+    how = [*FLAGS, "--model", f"{tiny}/dense", "--out", out, *flags]
+    code, text = finish(start(plan, *how, ranks=ranks, script=("tests/faults.py",)), timeout=420)
+    notes = [json.loads(line) for line in open(out / "faults.jsonl")]
+    return code, text, notes
+
+
+def recovery(notes, who, when):
+    """Seconds from a kill to the end of the next step."""
+    (killed,) = [n["time"] for n in notes if n.get("who") == who and n["when"] == when]
+    return min(n["time"] for n in notes if "step" in n and n["time"] > killed) - killed
+
+
+def check_nothing_lost(out, steps):
+    """Every prompt was trained once, in its order, from whole groups, on tokens of the version that they are stamped with."""
+    rows = metrics(out)
+    assert [r["step"] for r in rows] == list(range(1, steps + 1))
+    assert all(r["rollouts/finished"] == 16 and r["rollouts/failed"] == 0 and r["groups/lost"] == 0 for r in rows)
+    assert max(r["gap/on_version_max"] for r in rows) <= 1e-5 and all(r["lag/max"] == 0 for r in rows)
+    batches = [read_batch(path)[0] for path in sorted(out.glob("rollouts/*.jsonl"))]
+    found = [sorted({r["group"] for r in b["rollouts"]}) for b in batches]
+    assert found == [list(range(i, i + 4)) for i in range(0, 4 * steps, 4)]
+    return rows
+
+
+def test_an_engine_that_hangs_is_ended_and_what_died_comes_back_and_nothing_is_lost(tmp_path, tiny, traces):
+    plan = "stop:core:decode:2,kill:engine:refit:3,kill:runner:decode:4"
+    code, text, notes = faulty(tmp_path / "run", tiny, plan, "--steps", 4, "--engine_timeout", 15)
+    assert code == 0, text[-3000:]
+    rows = check_nothing_lost(tmp_path / "run", 4)
+    assert sum(r.get("requests/rerun", 0) for r in rows) > 0 and rows[3]["groups/rerun"] > 0
+    assert "an engine has died and come back" in text
+    for _, who, when, _ in (fault.split(":") for fault in plan.split(",")):
+        print(f"{who} {when}: {recovery(notes, who, when):.1f} s to the end of the next step")
+
+
+MOMENTS = ("idle", "decode", "refit", "checkpoint")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["engine", "core", "runner"])
+def test_what_comes_back_does_so_at_every_moment(tmp_path, tiny, traces, who):
+    plan = ",".join(f"kill:{who}:{when}:{i}" for i, when in enumerate(MOMENTS, 2))
+    code, text, notes = faulty(tmp_path / "run", tiny, plan, "--steps", 6)
+    assert code == 0, text[-3000:]
+    rows = check_nothing_lost(tmp_path / "run", 6)
+    again = {k: int(sum(r.get(k, 0) for r in rows)) for k in ("requests/rerun", "groups/rerun")}
+    assert again["groups/rerun" if who == "runner" else "requests/rerun"] > 0
+    for when in MOMENTS:
+        print(f"{who} {when}: {recovery(notes, who, when):.1f} s to the end of the next step, {again} in all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("who,ranks", [("pool", 0), ("rank1", 2), ("rank0", 2)])
+def test_what_cannot_come_back_ends_the_run_within_a_minute_and_resume_loses_nothing(
+    tmp_path, tiny, traces, who, ranks, when
+):
+    out, flags = tmp_path / "run", ["--engines", 1, "--steps", 4]
+    code, text, notes = faulty(out, tiny, f"kill:{who}:{when}:3", *flags, ranks=ranks)
+    seconds = time.time() - notes[-1]["time"]
+    cause = "Rollouts" if who == "pool" else "Signal 9 (SIGKILL)"
+    assert code == 1 and cause in text and notes[-1]["when"] == when and seconds < 60, text[-3000:]
+    done, begun = len(metrics(out)), time.time()
+    code, text, notes = faulty(out, tiny, "", *flags, "--resume", ranks=ranks)
+    assert code == 0, text[-3000:]
+    check_nothing_lost(out, 4)
+    back = next(n["time"] for n in notes[::-1] if n.get("step") == min(n["step"] for n in notes if n["time"] > begun))
+    print(f"{who} {when}: ended in {seconds:.0f} s, {done} steps done, {back - begun:.0f} s to the next one's end")
+
+
+def test_a_signal_ends_a_run_with_a_checkpoint_that_it_goes_on_from(tmp_path, tiny, traces):
+    out = tmp_path / "run"
+    how = [*FLAGS, "--model", f"{tiny}/dense", "--out", out, "--max_lag", 1, "--is_level", "token", "--save_every", 0]
+    process = start(*how, "--steps", 99)
+    while len(metrics(out)) < 2:
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    code, text = finish(process, timeout=60)
+    done = len(metrics(out))
+    assert code == 1 and "stopping: the step at hand ends" in text and "instar: stopped by a signal" in text, text[
+        -3000:
+    ]
+    assert "Traceback" not in text and (out / f"checkpoint-{done:06d}" / "run.json").exists()
+    code, text = finish(start(*how, "--resume", "--steps", done + 2))
+    assert code == 0, text[-3000:]
+    rows = metrics(out)
+    groups = [
+        g
+        for path in sorted(out.glob("rollouts/*.jsonl"))
+        for g in {r["group"] for r in read_batch(path)[0]["rollouts"]}
+    ]
+    assert [r["step"] for r in rows] == list(range(1, done + 3)) and len(groups) == len(set(groups)) == 4 * len(rows)
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory, tiny):
+    """Flags of a run without engines that has a checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("sft")
+    (folder / "demos.jsonl").write_text('{"prompt": "1+1?", "label": "2"}\n' * 8)
+    how = ["--estimator", "sft", "--model", f"{tiny}/dense", "--data", folder / "demos.jsonl", "--prompts", 4]
+    code, text = finish(start(*how, "--out", folder / "run", "--steps", 2))
+    assert code == 0, text[-3000:]
+    return [*how, "--resume", "--steps", 4], folder / "run"
+
+
+@pytest.mark.parametrize(
+    "plan,flags,told",
+    [
+        ("full:rank0:checkpoint:2", [], "checkpoint-000004 was not written, older ones are whole"),
+        ("hang:rank0:checkpoint:2", ["--save_timeout", 4], "Timeout (0:00:04)!"),
+    ],
+)
+def test_a_checkpoint_that_hangs_or_finds_no_room_ends_the_run_and_the_last_one_is_whole(
+    tmp_path, learner, traces, plan, flags, told
+):
+    how, first = learner
+    out = shutil.copytree(first, tmp_path / "run")
+    code, text = finish(start(plan, *how, "--out", out, *flags, script=("tests/faults.py",)), timeout=120)
+    assert code == 1 and told in text, text[-3000:]
+    assert [p.name for p in out.glob("checkpoint-*") if not p.name.endswith(".tmp")] == ["checkpoint-000002"]
+    code, text = finish(start(*how, "--out", out))
+    assert code == 0 and [r["step"] for r in metrics(out)] == [1, 2, 3, 4], text[-3000:]
