@@ -35,7 +35,7 @@ from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
 SMALL = 100_000  # bytes; as Ray does with results of calls
-DEATHS = 5  # of one Runner or Engine, before the run ends
+DEATHS = 5  # of Runners or Engines for one group or one batch, before the run ends
 PLACE_TIMEOUT = 60  # seconds in which a cluster has to have room for all actors
 
 
@@ -167,7 +167,9 @@ class Engine:
 
         # merged deltas would lose expert rows and blur versions
         params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **params)
-        async for out in self.llm.generate(tokens_input(list(ids)), params, request_id=name):
+        # of --stale_kv: what older weights have cached is not for new requests
+        salt = str(self.version) if self.cfg.stale_kv else None
+        async for out in self.llm.generate(tokens_input(list(ids), cache_salt=salt), params, request_id=name):
             pass
         return out
 
@@ -199,15 +201,19 @@ class Engine:
 
     async def pause(self) -> int:
         """Hold new requests back, let running ones end, or with --partial freeze them and note how many tokens each has; drop
-        the KV cache. Returns the tokens of the contexts that it has to build again."""
+        the KV cache. Returns the tokens of the contexts that it has to build again.
+
+        With --stale_kv the cache stays, and what a frozen request samples later keeps the stamp of its context's version.
+        """
         self.released.clear()
-        await self.llm.pause_generation(mode="keep" if self.cfg.partial else "wait", clear_cache=True)
+        rebuild = not self.cfg.stale_kv
+        await self.llm.pause_generation(mode="keep" if self.cfg.partial else "wait", clear_cache=rebuild)
         if not self.llm.engine_core.outputs_queue.empty():
             raise RuntimeError("engine: outputs were left in the queue at a pause, so token versions would be wrong")
-        if not await self.llm.reset_prefix_cache():
+        if rebuild and not await self.llm.reset_prefix_cache():
             raise RuntimeError("engine: the KV cache was not emptied at a pause, so stale entries would be served")
         self.tick(False)
-        states = self.llm.output_processor.request_states.values()
+        states = self.llm.output_processor.request_states.values() if rebuild else []
         self.counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states}
         return sum(self.counts.values()) + sum(len(s.prompt_token_ids) for s in states)
 
@@ -569,7 +575,8 @@ class Rollouts:
 
     def new_batch(self) -> None:
         self.counts = Counter({"rollouts/failed": 0, "groups/retried": 0, "groups/lost": 0, "groups/filtered": 0})
-        self.counts["groups/rerun"], self.counts["lag/dropped"], self.first_error = 0, 0, ""
+        self.counts.update(dict.fromkeys(("groups/rerun", "requests/rerun", "lag/dropped"), 0))
+        self.first_error = ""
 
     def fill(self) -> None:
         """Start groups while there is capacity and data."""
@@ -957,7 +964,7 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
         where = PlacementGroupSchedulingStrategy(room, i)
         return ray.remote(kind).options(max_concurrency=100_000, scheduling_strategy=where, **size, **how)
 
-    again = dict(max_restarts=DEATHS)
+    again = dict(max_restarts=-1)
     engines = [actor(Engine, i, **again).remote(cfg, i, cpu) for i in range(served)]
     runners = [actor(Runner, served + i, **again).remote(cfg, engines) for i in range(played)]
     rollouts = actor(Rollouts, served + played, name="rollouts").remote(cfg, rows, runners, least, state)

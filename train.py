@@ -55,7 +55,7 @@ from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
 from refit import EngineLeft, Refit, ask, compute_device, merged
 from replay import Head, Replay, ValueHead, check_identity, pack, plan
-from rollout import launch, load_rows, messages_of
+from rollout import DEATHS, launch, load_rows, messages_of
 from server import Chat
 
 # Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
@@ -101,6 +101,8 @@ class Config:
     prompts: int = 16  # groups per batch
     # versions that a trained token may be old; 0: strictly on-policy, nothing is in flight across a refit
     max_lag: int = 0
+    # of --partial: keep the KV cache at a refit; faster, and what an interrupted reply goes on with counts as off-version
+    stale_kv: bool = False
     partial: bool = False  # a refit interrupts replies, which go on under the new weights; else it waits for them
     # LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)
     dynamic_sampling: tuple[float, float] = (-math.inf, math.inf)
@@ -298,6 +300,7 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.oversample < 1, "oversample", "must be at least 1"),
         (cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1], "dynamic_sampling", "LO is not below HI"),
         (cfg.partial and not cfg.max_lag, "partial max_lag", "nothing is in flight across a refit: set --max_lag 1"),
+        (cfg.stale_kv and not cfg.partial, "stale_kv partial", "nothing is interrupted by a refit: set --partial"),
         (stale, "max_lag is_level", "stale tokens need a correction: --is_level token, --loss dppo or --old behaviour"),
         (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
         (not cfg.balance_coef >= 0, "balance_coef", "must be positive, or 0 for off"),
@@ -1202,25 +1205,27 @@ def watch(r: Run, call):
 def awaited(r: Run, version: int, method: str, *args):
     """What a method of the pool returns, on every rank, or "stop". Engines that come back meanwhile get the weights."""
     call = getattr(r.rollouts, method).remote(*args) if dist.get_rank() == 0 else None
-    while (found := from_rank_0(r.control, watch(r, call) if call else None)) == "engine":
-        r.console.print(
-            f"an engine has died and come back: all get the weights of version {version} again", style="red"
-        )
+    for _ in range(DEATHS):
+        if (found := from_rank_0(r.control, watch(r, call) if call else None)) != "engine":
+            return found
+        r.console.print(f"an engine has died and come back: all get the weights of version {version}", style="red")
         molt(r, version)
-    return found
+    raise RuntimeError(f"engines have died {DEATHS} times while one batch was played")
 
 
 def molt(r: Run, version: int) -> dict:
     """Weights to the engines, the probe, then they open; returns the refit's metrics. Where an engine dies, all over again."""
-    scores = None if r.refit else []
+    if not r.refit:
+        return {}
+    scores, tries = None, 0
     while scores is None:
+        if (tries := tries + 1) > DEATHS:
+            raise RuntimeError(f"engines have died in {DEATHS} refits, one after the other")
         from_rank_0(r.control, r.refit.connect())
         with contextlib.suppress(EngineLeft):  # on rank 0; the others have sent all there was to send
             metrics = r.refit(version)
             scores = ask(r.engines, r.cfg.engine_timeout, "score", r.probe)
         scores = from_rank_0(r.control, scores)
-    if not scores:
-        return {}
     seen = probe(r.cfg, r.learners["policy"].replay, scores, r.probe, version)
     with contextlib.suppress(EngineLeft):  # whoever waits for a batch will see
         ask(r.engines, r.cfg.engine_timeout, "release")
@@ -1347,7 +1352,9 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     listen(r)
     log, best = Log(cfg, r.console, where["step"]) if rank == 0 else None, where["best"]
     if cfg.eval_at_start or cfg.eval_only:
-        found = {"step": where["step"], "version": version} | evaluate(r, version, where["step"], best)
+        found = {"step": where["step"], "version": version} | evaluate(
+            r, version, where["step"], best if cfg.resume else {}
+        )
         if rank == 0:
             log.write(found)
         take_busy(r)  # it is no part of a step

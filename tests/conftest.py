@@ -81,7 +81,7 @@ class Stage:
             partial=True,
             minibatches=1,
             max_context=512,
-            max_tokens=48,
+            max_tokens=512,
             refit_bucket_mb=1,
             refit_timeout=120.0,
         )

@@ -33,6 +33,7 @@ HAND = {
     "episode_timeout": ("the time of one episode", "rollouts/failed, rollouts/seconds_max", "faults_of_an_agent_cost"),
     "max_lag": ("`Rollouts.capacity`, `Group.version`", "lag/max, lag/mean", "no_lag_or_capacity"),
     "partial": ("`Engine.spans`, the versions of a reply's tokens [N]", "lag/mixed_rollouts", "every_token_is_stamped"),
+    "stale_kv": ("the KV cache of an interrupted request", "refit/rebuilt_tokens", "a_kept_cache_is_off_version"),
     "dynamic_sampling": ("which groups a batch has", "groups/filtered", "groups_whose_rewards"),
     "max_filtered": ("which groups a batch has", "groups/filtered", "groups_whose_rewards"),
     "oversample": ("`Rollouts.capacity`", "lag/dropped", "the_slowest_are_not"),

@@ -31,10 +31,28 @@ class Engine(rollout.Engine):
     async def heal(self) -> None:
         await self.plant("")
 
-    async def set(self, **flags) -> None:
+    async def set(self, flags: dict) -> None:
         self.cfg = SimpleNamespace(**vars(self.cfg) | flags)
 
+    async def output(self, name: str, ids: list[int], **params):
+        """With "budget not reduced" a request that a pause has ended goes on as a new one, with --max_tokens anew."""
+        out = await super().output(name, ids, **params)
+        first = out.outputs[0]
+        if self.bug != "budget not reduced" or first.finish_reason != "abort":
+            return out
+        await self.released.wait()
+        more = (await super().output(name + "+", [*ids, *first.token_ids], **params)).outputs[0]
+        both = dict(
+            token_ids=[*first.token_ids, *more.token_ids], routed_experts=None, finish_reason=more.finish_reason
+        )
+        both["logprobs"] = SimpleNamespace(logprobs=[*first.logprobs.logprobs, *more.logprobs.logprobs])
+        return SimpleNamespace(outputs=[SimpleNamespace(**both)])
+
     async def pause(self) -> int:
+        if self.bug == "budget not reduced":
+            rebuilt = await super().pause()
+            await self.llm.abort(list(self.counts), internal=False)
+            return rebuilt
         if not self.bug.startswith("cache"):
             return await super().pause()
         pause, reset = self.llm.pause_generation, self.llm.reset_prefix_cache
@@ -59,9 +77,7 @@ class Engine(rollout.Engine):
         if self.bug == "version not moved":
             self.version = version - 1
         if self.bug == "version stamped at completion":
-            for name in self.counts:
-                if name in self.spans:
-                    self.spans[name] = [(0, version)]
+            self.spans |= {name: [(0, version)] for name in self.spans}
 
 
 if "vllm" in sys.modules:

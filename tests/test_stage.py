@@ -83,7 +83,7 @@ def test_a_paused_engine_keeps_its_requests_and_stamps_the_versions_of_both_side
 
 def test_without_partial_a_refit_waits_for_running_replies_and_holds_new_ones_back(dense):
     prompt, old = dense.chat.encode("Count: 1, 2, 3,"), dense.version
-    ray.get(dense.engine.set.remote(partial=False))
+    ray.get(dense.engine.set.remote({"partial": False}))
     try:
         first = [dense.engine.generate.remote(f"waited-{i}", prompt, 300, 0, 1.0) for i in range(8)]
         ray.wait(first, timeout=0.5)
@@ -92,6 +92,7 @@ def test_without_partial_a_refit_waits_for_running_replies_and_holds_new_ones_ba
         paused = dense.engine.pause.remote()
         held = [dense.engine.generate.remote(f"held-{i}", prompt, 20, 0, 1.0) for i in range(8)]
         ray.get(paused, timeout=60)
+        dense.ask("begin")
         ray.get(dense.engine.finish.remote(), timeout=60)
         ray.get(dense.engine.resume.remote(old), timeout=60)  # nothing was sent: the whole refit comes now
         assert not ray.wait(held, timeout=0.3)[0]  # closed until the probe has passed
@@ -102,20 +103,65 @@ def test_without_partial_a_refit_waits_for_running_replies_and_holds_new_ones_ba
         ) > 50
         assert {v for r in ray.get(held, timeout=60) for v in r.versions} == {old + 1}
     finally:
-        ray.get(dense.engine.set.remote(partial=True))
+        ray.get(dense.engine.set.remote({"partial": True}))
         dense.reset()
 
 
 def asked(stage, name, prompt, n=8, tokens=40):
     """Rows of n replies to one prompt."""
+    refs = [stage.engine.generate.remote(f"{name}-{i}", prompt, tokens, 0, 1.0) for i in range(n)]
+    return rows_of(prompt, ray.get(refs, timeout=60))
+
+
+def interrupted(stage, name, prompt, tokens=200):
+    """Replies to one prompt of which a refit to weights that have moved finds some running."""
+    refs = [stage.engine.generate.remote(f"{name}-{i}", prompt, tokens, 0, 1.0) for i in range(8)]
+    ray.wait(refs, timeout=0.5)
+    assert stage.ask("running") > 0
+    stage.learn(scale=0.3)
+    stage.molt()
+    return ray.get(refs, timeout=60)
+
+
+def rows_of(prompt, replies):
     rows = []
-    for reply in ray.get(
-        [stage.engine.generate.remote(f"{name}-{i}", prompt, tokens, 0, 1.0) for i in range(n)], timeout=60
-    ):
+    for reply in replies:
         trace = Trace(prompt)
         trace.reply(reply)
         rows.append(trace.segment(Result(), 0, 0))
     return rows
+
+
+def test_a_kept_cache_is_off_version_and_new_requests_do_not_see_it(dense):
+    """--stale_kv: what an interrupted reply goes on with was computed from two versions, and is stamped with the older one."""
+    prompt, old = [5 + i % 200 for i in range(300)], dense.version
+    dense.ask("set", {"stale_kv": True})
+    try:
+        asked(dense, "cached", prompt)  # the prompt is in the cache now
+        replies = interrupted(dense, "kept", prompt)
+        assert {v for r in replies for v in r.versions} == {old}
+        both = rows_of(prompt, replies) + asked(dense, "new", prompt)
+        found = dense.check(both, max_lag=1)
+        assert found["gap/on_version_max"] <= BAR and found["gap/off_version_max"] > 1e-2
+        dense.ask("plant", "version stamped at completion")
+        newest = [r for r in interrupted(dense, "stamped", prompt) if r.versions[0] == dense.version]
+        fires(dense, rows_of(prompt, newest), "policy version: gap/on_version")
+    finally:
+        dense.ask("heal")
+        dense.ask("set", {"stale_kv": False})
+        dense.reset()
+
+
+def test_planted_the_budget_of_a_resumed_request_is_not_reduced(dense):
+    prompt = dense.chat.encode("Count: 1, 2, 3,")
+    dense.ask("plant", "budget not reduced")
+    try:
+        rows = rows_of(prompt, interrupted(dense, "again", prompt))
+        fires(dense, rows, "token identity: a reply has .* tokens, --max_tokens allows 200", max_tokens=200, max_lag=1)
+        dense.check(asked(dense, "whole", prompt), max_tokens=200)
+    finally:
+        dense.ask("heal")
+        dense.reset()
 
 
 def test_planted_a_stale_prefix_cache_is_served_after_a_refit(dense):
@@ -369,12 +415,8 @@ def test_planted_versions_are_stamped_at_completion(dense):
         ray.wait(refs, timeout=0.5)
         dense.learn(scale=0.3)
         dense.molt()
-        rows = []
-        for r in ray.get(refs, timeout=60):
-            if r.versions[0] == dense.version:  # some end before the refit
-                trace = Trace(prompt)
-                trace.reply(r)
-                rows.append(trace.segment(Result(), 0, 0))
+        late = [r for r in ray.get(refs, timeout=60) if r.versions[0] == dense.version]  # some end before the refit
+        rows = rows_of(prompt, late)
         fires(dense, rows, "policy version: gap/on_version")
     finally:
         dense.ask("heal")
