@@ -4,11 +4,15 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from test_run import QUICK, finish, metrics, start
 
 from rollout import read_batch
@@ -169,3 +173,34 @@ def test_a_checkpoint_that_hangs_or_finds_no_room_ends_the_run_and_the_last_one_
     assert [p.name for p in out.glob("checkpoint-*") if not p.name.endswith(".tmp")] == ["checkpoint-000002"]
     code, text = finish(start(*how, "--out", out))
     assert code == 0 and [r["step"] for r in metrics(out)] == [1, 2, 3, 4], text[-3000:]
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, learner, traces, rounds):
+    """Its ledger, every batch, every loss and the weights; stale groups are in flight and in the checkpoints."""
+    how = [str(x) for x in learner[0] if x != "--resume"]
+    how[how.index("--steps") + 1] = str(8 * rounds)
+    how += ["--max_lag", "2", "--save_rollouts", "--show_every", "0"]
+    script = [sys.executable, "tests/rounds.py", str(rounds), str(tmp_path), *how]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60 + 30 * rounds)
+    logs = "".join((tmp_path / f"{name}.log").read_text()[-1500:] for name in ("whole", "killed"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    print(done.stdout)
+
+    def ledger(name):
+        (newest,) = (tmp_path / name).glob(f"checkpoint-{8 * rounds:06d}/run.json")
+        found = json.loads(newest.read_text())["ledger"]
+        return found | {"finished": None, "queue": sorted(found["finished"] + found["queue"])}
+
+    def batches(name):
+        paths = sorted((tmp_path / name / "rollouts").glob("*.jsonl"))
+        return [[r["group"] for r in read_batch(path)[0]["rollouts"]] for path in paths]
+
+    def column(name, key):
+        return [r[key] for r in metrics(tmp_path / name)]
+
+    assert ledger("killed") == ledger("whole") and batches("killed") == batches("whole")
+    assert batches("killed") == [list(range(i, i + 4)) for i in range(0, 32 * rounds, 4)]
+    assert column("killed", "loss/policy") == pytest.approx(column("whole", "loss/policy"), rel=1e-6)
+    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("killed", "whole"))
+    assert all(np.array_equal(one[k], other[k]) for k in other) and set(one) == set(other)

@@ -1,0 +1,69 @@
+"""A run that is killed and resumed again and again, beside one that is not; each attempt is a fork, so that imports count once.
+
+    python tests/rounds.py ROUNDS FOLDER --model … --steps …
+
+The runs are FOLDER/killed and FOLDER/whole. A round is killed with SIGKILL at a random time after its first step has ended, so
+amid a step, a refit of the pool or a checkpoint. Prints how often that was with a checkpoint half written.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import nemo_automodel  # noqa: F401  the slow imports
+import ray  # noqa: F401
+
+import train
+
+
+def begin(flags: list, log: Path) -> int:
+    """Fork a run; returns its process id."""
+    if pid := os.fork():
+        return pid
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os._exit(train.main(flags))
+
+
+def end(pid: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        sys.exit(f"a run ended with {code}")
+
+
+def lines(out: Path) -> int:
+    return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
+
+
+def main(rounds: int, folder: Path, flags: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    killed, halves = folder / "killed", 0
+    end(begin([*flags, "--out", str(folder / "whole")], folder / "whole.log"))
+    for i in range(rounds):
+        resume = ["--resume"] if train.checkpoints(str(killed)) else []
+        before = train.newest(train.Config(out=str(killed), resume=bool(resume)))["step"]
+        pid = begin([*flags, "--save_every", "1", "--out", str(killed), *resume], folder / "killed.log")
+        deadline = time.monotonic() + 120
+        while lines(killed) <= before:
+            ended, _ = os.waitpid(pid, os.WNOHANG)
+            if ended or time.monotonic() > deadline:
+                sys.exit(f"round {i}: no step was taken after {before}")
+            time.sleep(0.02)
+        time.sleep(random.random())
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        halves += bool(list(killed.glob("*.tmp")))
+    end(begin([*flags, "--out", str(killed), "--resume"], folder / "killed.log"))
+    print(f"{rounds} rounds, {halves} killed amid a checkpoint")
+
+
+if __name__ == "__main__":
+    random.seed(0)
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
