@@ -1,15 +1,19 @@
 """Real runs whose processes are killed: what comes back, what ends the run with its cause, and what stays behind, nothing."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 
+import faults
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -149,8 +153,10 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_it_goes_on_from(tmp_path, ti
 def learner(tmp_path_factory, tiny):
     """Flags of a run without engines that has a checkpoint of step 2."""
     folder = tmp_path_factory.mktemp("sft")
-    (folder / "demos.jsonl").write_text('{"prompt": "1+1?", "label": "2"}\n' * 8)
+    rows = [{"prompt": f"{i}+1?", "label": str(i + 1)} for i in range(10)]
+    (folder / "demos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = ["--estimator", "sft", "--model", f"{tiny}/dense", "--data", folder / "demos.jsonl", "--prompts", 4]
+    how += ["--schedule", "constant"]
     code, text = finish(start(*how, "--out", folder / "run", "--steps", 2))
     assert code == 0, text[-3000:]
     return [*how, "--resume", "--steps", 4], folder / "run"
@@ -204,3 +210,55 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path,
     assert column("killed", "loss/policy") == pytest.approx(column("whole", "loss/policy"), rel=1e-6)
     one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("killed", "whole"))
     assert all(np.array_equal(one[k], other[k]) for k in other) and set(one) == set(other)
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path, learner):
+    how, first = learner
+    out = shutil.copytree(first, tmp_path / "run")
+    for ranks, steps in ((2, 4), (0, 6)):
+        code, text = finish(start(*how, "--steps", steps, "--out", out, ranks=ranks))
+        assert code == 0, text[-3000:]
+    code, text = finish(start(*[x for x in how if x != "--resume"], "--steps", 6, "--out", tmp_path / "whole"))
+    assert code == 0, text[-3000:]
+    again, whole = metrics(out), metrics(tmp_path / "whole")
+    assert [r["step"] for r in again] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss/policy", "optim/grad_norm"):
+        assert [r[key] for r in again] == pytest.approx([r[key] for r in whole], rel=1e-5), key
+
+
+@pytest.mark.slow
+def test_half_an_hour_of_random_faults_leaves_memory_handles_and_objects_flat(tmp_path, tiny, traces):
+    """SOAK_MINUTES sets another time. A Runner dies every ten seconds or so, an engine or its core every minute."""
+    out, minutes = tmp_path / "run", float(os.environ.get("SOAK_MINUTES", "30"))
+    how = [*FLAGS[:-5], "--model", f"{tiny}/dense", "--out", out, "--max_lag", 1, "--is_level", "token", "--engines", 2]
+    how += ["--runners", 2, "--save_every", 20, "--engine_timeout", 60, "--steps", 100_000]
+    process, killed, dice = start(*how, script=("tests/soak.py",)), Counter(), random.Random(0)
+    while not (out / "soak.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(1)
+    begun, last = time.time(), time.time()
+    while time.time() - begun < 60 * minutes:
+        time.sleep(dice.uniform(5, 15))
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        who = "runner"
+        if time.time() - last > 60:
+            who, last = dice.choice(["engine", "core"]), time.time()
+        with contextlib.suppress(LookupError, ProcessLookupError):  # it is being started
+            os.kill(faults.find(who, process.pid), signal.SIGKILL)
+            killed[who] += 1
+    process.send_signal(signal.SIGINT)
+    code, text = finish(process, timeout=180)
+    assert code == 1 and "instar: stopped by a signal" in text, text[-3000:]
+    rows, looks = metrics(out), [json.loads(line) for line in open(out / "soak.jsonl")]
+    again = {k: int(sum(r[k] for r in rows)) for k in ("requests/rerun", "groups/rerun", "rollouts/failed")}
+    print(f"{minutes:g} minutes, {len(rows)} steps, killed {dict(killed)}, {again}")
+    assert [r["step"] for r in rows] == list(range(1, len(rows) + 1)) and max(r["lag/max"] for r in rows) <= 1
+    assert max(r["gap/on_version_max"] for r in rows) <= 1e-5 and again["rollouts/failed"] == 0
+    late = [x for x in looks if x["time"] > begun + 20 * minutes]  # the last two thirds
+    hours = [(x["time"] - begun) / 3600 for x in late]
+    for who in ("rank0", "pool"):
+        for what in late[0][who]:
+            values = [x[who][what] for x in late]
+            slope, middle = np.polyfit(hours, values, 1)[0], float(np.median(values))
+            print(f"{who} {what}: {middle:.0f}, {slope:+.1f} an hour")
+            assert slope <= max(0.1 * middle, 50), (who, what, values)
