@@ -34,7 +34,6 @@ from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, dige
 from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
-SMALL = 100_000  # bytes; as Ray does with results of calls
 DEATHS = 5  # of Runners or Engines for one group or one batch, before the run ends
 PLACE_TIMEOUT = 60  # seconds in which a cluster has to have room for all actors
 
@@ -562,7 +561,7 @@ class Rollouts:
         self.handed = []  # groups that are being trained
         # ids; every other one before position is in the above, or was trained
         self.ended = {"filtered": [], "lost": []}
-        self.store = {}  # row id -> row or object ref, so that a dead Runner loses nothing
+        self.store = {}  # row id -> row: a dead Runner loses nothing
         self.changed = asyncio.Event()
         vars(self).update(state or {})  # its keys are the names of these fields
         self.chat = None  # of demonstrations, which no engine samples
@@ -701,9 +700,8 @@ class Rollouts:
             raise TooManyFailed(f"{told}\n{self.first_error}")
 
     def keep(self, segment: Segment) -> dict:
-        """Put a row into the object store, while other episodes still run; a small one costs less when it travels by value."""
-        big = segment.tokens.nbytes > SMALL or segment.experts is not None and segment.experts.nbytes > SMALL
-        self.store[self.next_row] = ray.put(segment) if big else segment
+        """Keep a row, whose arrays stay where Ray has put what the Runner returned; what the plan needs to know of it."""
+        self.store[self.next_row] = segment
         self.next_row += 1
         return {"id": self.next_row - 1, "tokens": len(segment), "trained": int(segment.mask.sum())}
 
@@ -757,7 +755,7 @@ class Rollouts:
         self.new_batch()
         self.batch, self.batches = batch, self.batches + 1
         if self.cfg.save_rollouts:
-            await self.save(f"{self.batches:08d}")
+            self.save(f"{self.batches:08d}")
         return batch
 
     def read_next(self) -> dict | None:
@@ -770,15 +768,13 @@ class Rollouts:
         self.position += 1
         return batch
 
-    async def save(self, name: str) -> str:
+    def save(self, name: str) -> str:
         """Write the batch that was handed out last to <out>/rollouts; returns the path of its .jsonl."""
-        rows = self.fetch([row["id"] for row in self.batch["rows"]])
         path = Path(self.cfg.out, "rollouts", f"{name}.jsonl")
-        write_batch(path, self.batch, [await row if isinstance(row, ray.ObjectRef) else row for row in rows])
+        write_batch(path, self.batch, self.fetch([row["id"] for row in self.batch["rows"]]))
         return str(path)
 
-    def fetch(self, ids: list[int]) -> list:
-        """Rows: a small one itself, of others an object ref."""
+    def fetch(self, ids: list[int]) -> list[Segment]:
         return [self.store[i] for i in ids]
 
     def refitted(self, version: int) -> None:
@@ -791,15 +787,14 @@ class Rollouts:
         else:
             self.fill()
 
-    async def snapshot(self) -> dict:
+    def snapshot(self) -> dict:
         """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
         again = [Group(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
         untrained = [*self.handed, *self.groups.values()]  # a run may end between a batch and its training
         finished = {g.id: replace(g, task=None) for g in untrained if g.rollouts}
-        store = {i: await row if isinstance(row, ray.ObjectRef) else row for i, row in self.store.items()}
         where = {name: getattr(self, name) for name in ("version", "position", "batches", "next_row")}
         where["batches"] -= bool(self.handed)
-        return where | {"queue": again + self.queue, "groups": finished, "store": store, "ended": self.ended}
+        return where | {"queue": again + self.queue, "groups": finished, "store": self.store, "ended": self.ended}
 
 
 PARTS = ("tokens", "mask", "logprobs", "versions", "experts", "experts_ok")  # of a Segment, one entry per token

@@ -1300,8 +1300,7 @@ def fetch(r: Run, batch: dict, version: int, meter: Meter) -> tuple[list, list]:
     """This rank's rows of a batch: (micro-batches of each minibatch, verified, the Segments that they are packed from)."""
     parts = [p[dist.get_rank()] for p in batch["plan"]]
     mine = [i for part in parts for micro in part for i in micro]
-    rows = ray.get(r.rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
-    segments = [ray.get(row) if isinstance(row, ray.ObjectRef) else row for row in rows]
+    segments = ray.get(r.rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
     place, owners = {row: at for at, row in enumerate(mine)}, [batch["rows"][i]["rollout"] for i in mine]
     parts = [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts]
     verify(r.cfg, [micro for part in parts for micro in part], segments, version, r.device, meter)

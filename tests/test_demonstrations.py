@@ -162,7 +162,7 @@ def test_every_demonstration_is_trained_once_a_pass_and_what_the_last_batch_lack
 
 def test_a_resumed_run_goes_on_with_the_next_demonstration_whatever_the_size_of_its_batches():
     batches_of(pool := demonstrations(), most=1)
-    rest = batches_of(demonstrations(state=asyncio.run(pool.snapshot()), prompts=3))
+    rest = batches_of(demonstrations(state=pool.snapshot(), prompts=3))
     assert [r["group"] for batch, _ in rest for r in batch["rollouts"]] == [2, 3, 4]
 
 

@@ -129,7 +129,7 @@ class World:
                     self.version,
                     list(self.trained),
                     dict(self.outcome),
-                    pickle.dumps(await self.pool.snapshot()),
+                    pickle.dumps(self.pool.snapshot()),
                 )
             await self.spin()
         else:
@@ -178,16 +178,16 @@ def seen(kind, word, **how):
 
 def test_planted_position_saved_at_dispatch_loses_what_was_running():
     class Wrong(Rollouts):
-        async def snapshot(self):
-            return await super().snapshot() | {"queue": [], "groups": {}, "store": {}}
+        def snapshot(self):
+            return super().snapshot() | {"queue": [], "groups": {}, "store": {}}
 
     seen(Wrong, "a prompt is lost", kills=0.3, max_lag=2)
 
 
 def test_planted_a_buffer_that_is_not_saved_is_trained_never():
     class Wrong(Rollouts):
-        async def snapshot(self):
-            return await super().snapshot() | {"groups": {}}
+        def snapshot(self):
+            return super().snapshot() | {"groups": {}}
 
     seen(Wrong, "a prompt is lost", kills=0.3, max_lag=2)
 

@@ -287,7 +287,7 @@ def test_the_order_of_prompts_comes_from_the_seed_and_goes_on_from_a_checkpoint(
     whole, _ = prompts()
     assert sorted(whole[:20]) == sorted(whole[20:]) and whole[:20] != whole[20:]
     _, p = prompts(steps=3)
-    assert prompts(asyncio.run(p.snapshot()))[0] == whole[15:] and prompts(seed=1)[0] != whole
+    assert prompts(p.snapshot())[0] == whole[15:] and prompts(seed=1)[0] != whole
 
 
 def test_without_shuffle_rows_come_as_they_stand_in_the_file_in_every_pass():
