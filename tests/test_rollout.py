@@ -315,7 +315,7 @@ def test_a_group_with_two_left_trains_and_a_smaller_one_is_queued_once_more():
     (first, *_) = drain(pool(4, runner, samples=3), 1)
     sizes = {g: sum(r["group"] == g for r in first["rollouts"]) for g in range(4)}
     assert sizes == {0: 3, 1: 2, 2: 3, 3: 3}
-    none = dict.fromkeys(("groups/lost", "groups/filtered", "groups/rerun", "lag/dropped"), 0)
+    none = dict.fromkeys(("groups/lost", "groups/filtered", "groups/rerun", "requests/rerun", "lag/dropped"), 0)
     assert first["counts"] == {"rollouts/finished": 11, "rollouts/failed": 3, "groups/retried": 1} | none
     assert "boom" in first["first_error"]
 
@@ -365,17 +365,11 @@ def test_rows_come_from_jsonl_and_parquet_alike(tmp_path):
     )
 
 
-def test_small_rows_travel_by_value_and_large_ones_by_reference(monkeypatch):
-    monkeypatch.setattr(rollout.ray, "put", lambda segment: ("ref", segment))
+def test_rows_are_fetched_in_the_order_in_which_they_are_asked_for():
     p = pool(4, FakeRunner(2))
-
-    def row(n, experts=None):
-        fields = [np.zeros(n, d) for d in (np.int32, bool, np.float32, np.int32)]
-        return Segment(*fields, experts, None, [(0, n, b"")], 0, 0, 1.0, [], {}, {}, False)
-
-    rows = [row(100), row(30_000), row(100, np.zeros((100, 48, 32), np.uint8))]
-    assert [p.keep(r)["tokens"] for r in rows] == [100, 30_000, 100]
-    assert p.fetch([2, 0, 1]) == [("ref", rows[2]), rows[0], ("ref", rows[1])]
+    rows = [Segment(*[np.zeros(n, d) for d in (np.int32, bool, np.float32, np.int32)]) for n in (100, 30_000, 7)]
+    assert [p.keep(r)["tokens"] for r in rows] == [100, 30_000, 7]
+    assert p.fetch([2, 0, 1]) == [rows[2], rows[0], rows[1]]
 
 
 class Asks(ChatAgent):
