@@ -3,6 +3,7 @@
 python tests/bench.py                # everything below, into out/bench.json
 python tests/bench.py run            # default training: start-up, generate, train, refit, idle
 python tests/bench.py overlap        # steps of a run that overlaps against a strictly on-policy one, and the bound; 5 minutes
+python tests/bench.py interrupted    # what a refit amid long replies costs: waiting for them, --partial, --stale_kv; 3 minutes
 python tests/bench.py generate       # tokens/s of a generate phase against the same requests sent directly to AsyncLLM
 python tests/bench.py refit          # GB/s of a refit of 0.1 B parameters against a plain memory copy
 python tests/bench.py server         # requests/s of the capture server with a scripted engine, over connections beside vLLM's
@@ -88,6 +89,33 @@ def overlap(steps: int = 14) -> dict:
             f"{name}_bound": bound,
             f"{name}_of_bound": strict / lagged / bound,
         }
+    return found
+
+
+def interrupted(steps: int = 14) -> dict:
+    """A refit amid replies of 192 tokens: it waits for them, freezes them and builds their context again, or keeps its cache."""
+    import tiny
+
+    folder, found = tempfile.mkdtemp(), {}
+    tiny.make(folder)
+    flags = (
+        f"--model {folder}/dense --agent tests/talker.py --max_turns 2 --max_tokens 192 --max_context 512 --max_lag 2"
+    )
+    for name, more in (("wait", ""), ("partial", "--partial"), ("stale_kv", "--partial --stale_kv")):
+        out = os.path.abspath(f"out/bench-{time.time_ns()}")
+        how = f"{flags} --is_level token --steps {steps} --show_every 0 --out {out} {more}".split()
+        subprocess.run([sys.executable, "train.py", *how], capture_output=True, check=True)
+        rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")][4:]
+        keys = (
+            "time/step",
+            "refit/pause_seconds",
+            "refit/rebuilt_tokens",
+            "gap/on_version_max",
+            "gap/off_version_mean",
+        )
+        found |= {f"{name}_{key.split('/')[1]}": float(np.median([r[key] for r in rows])) for key in keys}
+        on, off = (sum(r[f"gap/{which}_version_tokens"] for r in rows) for which in ("on", "off"))
+        found[f"{name}_off_version_share"] = off / (on + off)
     return found
 
 
@@ -364,7 +392,14 @@ def gae(rows: int = 1024, tokens: int = 8192, looped: int = 16) -> dict:
 
 
 def main() -> None:
-    parts = {"run": run, "overlap": overlap, "generate": generate, "refit": refit, "server": server}
+    parts = {
+        "run": run,
+        "overlap": overlap,
+        "interrupted": interrupted,
+        "generate": generate,
+        "refit": refit,
+        "server": server,
+    }
     parts |= {"logprob": logprob, "gae": gae}
     if sys.argv[1:2] == ["_logprob"]:
         return _logprob(*sys.argv[2:])
