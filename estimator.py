@@ -24,10 +24,6 @@ from functools import cached_property
 import torch
 
 
-def identity(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 @dataclass
 class Batch:
     """What an estimator sees: the rows of this rank, and the rewards of all rollouts, the same on every rank."""
@@ -36,7 +32,7 @@ class Batch:
     rollout: torch.Tensor  # [B] int64, index of each row's rollout in rewards; any valid one for a filler row
     rewards: torch.Tensor  # [R] float64, finite
     groups: torch.Tensor  # [R] int64, group of each rollout (any integers)
-    all_sum: Callable[[torch.Tensor], torch.Tensor] = identity  # sums a tensor over all data-parallel ranks
+    all_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # sums a tensor over all data-parallel ranks
     dtype: torch.dtype = torch.float32  # of the advantages; everything before is float64
     old_logprobs: torch.Tensor | None = None  # [B, T], with ref_logprobs: KL as a reward
     ref_logprobs: torch.Tensor | None = None  # [B, T] of the reference or teacher; None: no KL, cfg.kl_… are not read
@@ -51,10 +47,10 @@ class Batch:
         return until[:, -1:] - until
 
 
-def group_sum(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The sum of x over the group of each rollout: [R] -> [R]."""
+def group_sum(x: torch.Tensor, batch: Batch, reduce: str = "sum") -> torch.Tensor:
+    """The sum of x over the group of each rollout, or another of torch's reductions: [R] -> [R]."""
     ids, group = batch.groups.unique(return_inverse=True)  # [G], [R]
-    return x.new_zeros(len(ids)).index_add(0, group, x)[group]  # [R]
+    return x.new_zeros(len(ids)).scatter_reduce(0, group, x, reduce, include_self=False)[group]  # [R]
 
 
 def centre(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,12 +58,10 @@ def centre(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
     All three are exact where rewards are equal: centre and std are 0, not rounding noise. So they are for n = 1.
     """
-    ids, group = batch.groups.unique(return_inverse=True)  # [G], [R]
     rewards = batch.rewards.double()  # [R]
-    zeros = rewards.new_zeros(len(ids))  # [G]
     n = group_sum(torch.ones_like(rewards), batch)  # [R]
     # Measured from the group's lowest reward, equal rewards are exact zeros, which no rounding of a mean can spoil.
-    above = rewards - zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)[group]  # [R]
+    above = rewards - group_sum(rewards, batch, "amin")  # [R]
     centred = above - group_sum(above, batch) / n  # [R]
     variance = group_sum(centred.square(), batch) / (n - 1).clamp(min=1)  # [R]
     return centred, variance.sqrt(), n
