@@ -35,6 +35,12 @@ def exp(x: Tensor) -> Tensor:
     return x.clamp(-20.0, 20.0).exp()
 
 
+def k3(d: Tensor) -> Tensor:
+    """e^-d - 1 + d with d clamped to ±20, an estimate of the KL that is never negative."""
+    d = d.clamp(-20.0, 20.0)
+    return (-d).expm1() + d
+
+
 @torch.no_grad()
 def correction(
     old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, level: str, mode: str, band: tuple, gate_only=False
@@ -199,13 +205,9 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str) -> 
     Raises ValueError for k1, d itself: the expectation of its gradient is 0.
     """
     d = log_ratio(logprobs, ref_logprobs, mask)  # [B, T]
-    if kind == "k2":
-        losses = d.square() / 2  # [B, T]
-    elif kind == "k3":
-        clamped = d.clamp(-20.0, 20.0)  # [B, T]
-        losses = (-clamped).expm1() + clamped  # [B, T]
-    else:
+    if kind not in ("k2", "k3"):
         raise ValueError(f"{kind} is no KL loss, take k2 or k3: the expected gradient of k1 is zero")
+    losses = d.square() / 2 if kind == "k2" else k3(d)  # [B, T]
     return losses, {"kl/loss": (losses.detach().sum(), mask.sum())}
 
 
@@ -287,7 +289,5 @@ def gap(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> dict:
     """
     d = log_ratio(logprobs.double(), behaviour_logprobs.double(), mask)  # [B, T]; e^-d - 1 + d cancels in float32
     n = mask.sum()
-    clamped = d.clamp(-20.0, 20.0)  # [B, T]
-    k3 = (-clamped).expm1() + clamped  # [B, T]
     p999 = d.abs().flatten().topk(int(n) // 1000 + 1).values[-1]  # a nan counts as the largest
-    return {"mean": (d.abs().sum(), n), "k3": (k3.sum(), n), "max": d.abs().max(), "p999": p999, "tokens": (n, 0)}
+    return {"mean": (d.abs().sum(), n), "k3": (k3(d).sum(), n), "max": d.abs().max(), "p999": p999, "tokens": (n, 0)}
