@@ -156,9 +156,8 @@ class Head:
         picked = hidden[self.where]  # [N, H]
         size = max(1, CHUNK // self.linear.weight.shape[0])
         parts = zip(picked.split(size), self.targets.split(size))
-        if torch.is_grad_enabled():  # the logits of a chunk are computed again in backward, not kept
-            return torch.cat([checkpoint(self.chunk, h, t, use_reentrant=False) for h, t in parts])
-        return torch.cat([self.chunk(h, t) for h, t in parts])
+        # the logits of a chunk are computed again in backward, not kept
+        return torch.cat([checkpoint(self.chunk, h, t, use_reentrant=False) for h, t in parts])
 
     def chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden [n, H], targets [n] -> [n, 2]: log-softmax of logits / temperature at the target, and its entropy."""
@@ -262,9 +261,7 @@ class Replay:
         if micro.experts is None or not self.routers:
             return {}
         layers = [r.layer for r in self.routers]
-        inputs = ~micro.padding
-        inputs[:, :-1] &= ~micro.padding[:, 1:]  # a row's last token is never an input that predicts
-        inputs[:, -1] = False
+        inputs = F.pad(~micro.padding[:, 1:], (0, 1))  # [B, T], a row's last token is never an input that predicts
         have = (micro.experts[:, :, layers] >= 0).all(-1)  # [B, T, routers]
         missing = inputs & micro.mask & ~have.all(-1)  # [B, T]
         agree, total = sum(r.agree for r in self.routers), sum(r.total for r in self.routers)
@@ -280,8 +277,7 @@ class Replay:
         """What the head gives for tokens[b, t] given tokens[b, :t], each [B, T], 0 off the mask: (log-probs, entropies) or
         (values,)."""
         self.head.temperature = self.temperature if temperature is None else temperature
-        predicts = torch.zeros_like(micro.mask)  # position t - 1 predicts token t: the one shift
-        predicts[:, :-1] = micro.mask[:, 1:]
+        predicts = F.pad(micro.mask[:, 1:], (0, 1))  # position t - 1 predicts token t: the one shift
         nothing = not bool(predicts.any())
         if nothing:
             predicts[0, 0] = True  # FSDP needs a graph on every rank
