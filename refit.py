@@ -39,9 +39,7 @@ def group(host: str, port: int, rank: int, world: int, device: str, seconds: flo
 
 def broadcast(pg, flat: torch.Tensor) -> None:
     """Send `flat` from rank 0 to all, in place. Blocks."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    pg.broadcast([flat], options).wait()
+    pg.broadcast(flat, 0).wait()
 
 
 def checksum(flat: torch.Tensor) -> int:
