@@ -507,12 +507,8 @@ def same_turn(echo: As, sent: As) -> str | None:
 
 def _same_call(echo: Call, sent: Call) -> bool:
     """Whether two calls say the same, up to what serialising does to their arguments."""
-    if (echo.namespace, echo.name) != (sent.namespace, sent.name):
-        return False
-    try:
-        return echo.arguments == sent.arguments or _canonical(echo.arguments) == _canonical(sent.arguments)
-    except RecursionError:  # too deep to compare by value
-        return False
+    named = (echo.namespace, echo.name) == (sent.namespace, sent.name)
+    return named and (echo.arguments == sent.arguments or _canonical(echo.arguments) == _canonical(sent.arguments))
 
 
 def _number(text: str) -> float | str:
@@ -522,15 +518,16 @@ def _number(text: str) -> float | str:
 
 
 def _canonical(raw: str) -> str:
-    """Arguments as one text: the last of duplicate keys, numbers as doubles, {} for nothing, what is no JSON wrapped."""
+    """Arguments as one text: the last of duplicate keys, numbers as doubles, {} for nothing, what is no JSON wrapped, and what
+    is too deep to compare by value."""
     try:
         value = json.loads(raw.strip() or "{}", parse_int=_number, parse_float=_number, parse_constant=int)  # no NaN
-    except ValueError:
+        inner = value.get(UNPARSED) if isinstance(value, dict) else None
+        wrapped = inner.get("raw") if isinstance(inner, dict) else None
+        # a text, since in Python True == 1.0
+        return _canonical(wrapped) if isinstance(wrapped, str) else json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
         return json.dumps({UNPARSED: raw})
-    inner = value.get(UNPARSED) if isinstance(value, dict) else None
-    wrapped = inner.get("raw") if isinstance(inner, dict) else None
-    # a text, since in Python True == 1.0
-    return _canonical(wrapped) if isinstance(wrapped, str) else json.dumps(value, sort_keys=True)
 
 
 # ---- The forest: a rollout's requests, each attached to the node that its history ends with
