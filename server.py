@@ -26,7 +26,6 @@ import re
 import secrets
 import socket
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -57,20 +56,19 @@ class Chat:
         encode = partial(tokenizer.encode, add_special_tokens=False)
         self.recent = lru_cache(256)(lambda text, plain: tuple(encode(text, split_special_tokens=plain)))
         self.longest = max(map(len, tokenizer.get_vocab()))  # characters of one token, at most
-        user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        system, tool = {"role": "system", "content": "c"}, {"role": "tool", "content": "d", "tool_call_id": CALL}
-        self.takes_first_system = self._takes(system, user)
-        self.takes_system = self._takes(user, said, system)
-        self.takes_users = self._takes(user, user)
-        self.takes_tools = self._takes(user, said, tool, tool)
+        self.takes_first_system = self._takes("system", "user")
+        self.takes_system = self._takes("user", "assistant", "system")
+        self.takes_users = self._takes("user", "user")
+        self.takes_tools = self._takes("user", "assistant", "tool", "tool")
         self.arguments = dict if self._calls(1, dict(k="v")) or not self._calls(1, "{}") else str  # or as text
         value = self.arguments(k="v") if self.arguments is dict else "{}"
         self.calls = math.inf if self._calls(2, value) else int(self._calls(1, value))  # in one turn
 
-    def _takes(self, *messages: dict) -> bool:
-        """Whether the template renders the content of all these messages, each once and in order."""
-        marked = [m | {"content": f"{SENTINEL}{i}{SENTINEL}"} for i, m in enumerate(messages)]
-        return self._found(marked) == [str(i) for i in range(len(marked))]
+    def _takes(self, *roles: str) -> bool:
+        """Whether the template renders the content of messages of all these roles, each once and in order."""
+        marked = [{"role": role, "content": f"{SENTINEL}{i}{SENTINEL}"} for i, role in enumerate(roles)]
+        answers = [m | {"tool_call_id": CALL} if m["role"] == "tool" else m for m in marked]
+        return self._found(answers) == [str(i) for i in range(len(roles))]
 
     def _calls(self, n: int, arguments: dict | str) -> bool:
         """Whether it renders n tool calls in one turn."""
@@ -549,13 +547,11 @@ class Node:
     start: int = 0  # tokens of the base's path, its reply included
     tokens: list[int] = field(default_factory=list)  # context between the base's reply and this one
     whole: list[int] | None = None  # ids(), held by the last node of a path only
-    known: int = 0  # leading tokens of the path whose experts were captured
     reply: Reply | None = None  # None while it runs
     turn: As | None = None  # the reply as a client gets it
     finish: str = ""  # "stop", "length" or "stop_string"
     stop: str = ""  # the stop string that ended it
     grammar: dict | None = None  # what the engine kept the reply to; its log-probs are not the policy's then
-    reasoned: bool = False  # a reply of the path holds reasoning
     listeners: int = 0  # connections that wait for it
     delivered: bool = False  # one of them got it to the last byte
     acked: bool = False  # a later request builds on it
@@ -683,7 +679,7 @@ class Forest:
         least = sum(len(t.text) for t in place[2]) // self.chat.longest
         if least > self.max_context:  # rather than encode megabytes
             raise self._too_long(least)
-        node = Node(uuid.uuid4().hex, place, req, parent, grammar=self.grammar(req))
+        node = Node(secrets.token_hex(16), place, req, parent, grammar=self.grammar(req))
         node.base, node.tokens = self._prompt(parent, place[2], req)
         before = node.base.ids() if node.base else []
         node.start, ids = len(before), before + node.tokens
@@ -710,8 +706,8 @@ class Forest:
         end = -1 if opened else None
         if parent:
             new = [self.message(t) for t in since[:end]]
-            system = req.turns[0].role == "system"
-            ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, parent.reasoned)
+            system, reasoned = req.turns[0].role == "system", any(n.turn.reasoning for n in parent.path())
+            ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, reasoned)
             self.counts["server/rewritten"] += not kept
             if kept or self.preserve:
                 return parent, ids + begun
@@ -736,7 +732,8 @@ class Forest:
 
     async def _sample(self, node: Node, ids: list[int], limit: int) -> None:
         try:
-            known = node.base.known if node.base else 0
+            replayed = node.base and node.base.reply.experts is not None
+            known = node.start - 1 if replayed else 0  # a reply's last token was no input yet
             reply = await self.generate(ids, limit, known, node.request.stop, node.grammar)
             if reply.finish == "abort":
                 raise RuntimeError("the engine gave a reply up")
@@ -751,8 +748,6 @@ class Forest:
         own = {(name, raw): id_ for id_, name, raw in calls}
         for call in node.turn.calls:
             self.calls[call.id] = (own[call.name, call.arguments] or short(call.id), call.name)
-        node.reasoned = bool(reasoning) or bool(node.base and node.base.reasoned)
-        node.known = 0 if reply.experts is None else len(ids) + len(reply.tokens) - 1
         node.reply, node.ended, node.whole = reply, time.monotonic(), ids + reply.tokens.tolist()
         if node.base:
             node.base.whole = None
@@ -762,12 +757,10 @@ class Forest:
 
     def _read(self, reply: Reply, req: Request) -> tuple[str | None, str, list, str, str]:
         """(reasoning, text, calls, finish, stop string) of what was sampled."""
-        text, finish, stop = self.chat.tokenizer.decode(reply.tokens), reply.finish, ""
+        text = self.chat.tokenizer.decode(reply.tokens)
         hits = [(at, s) for s in req.stop if (at := text.find(s)) >= 0]
-        if hits:
-            at, stop = min(hits)
-            text, finish = text[:at], "stop_string"
-        text = self.chat.ends.sub("", text)
+        end, stop = min(hits, default=(None, ""))
+        text, finish = self.chat.ends.sub("", text[:end]), "stop_string" if stop else reply.finish
         return *self.parse(text, [] if req.tool_choice == "none" else req.tools), finish, stop
 
     def left(self, node: Node, delivered: bool, linger: float) -> None:
