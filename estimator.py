@@ -88,12 +88,12 @@ def whiten(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return centred / variance.clamp(min=1e-8).sqrt()
 
 
-def finish(advantages: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict]:
-    """Cast to the batch's dtype; (sum, count) metrics over this rank's action tokens.
+def finish(advantages: torch.Tensor, batch: Batch, whitened: bool = False) -> tuple[torch.Tensor, dict]:
+    """Whitened if asked for, cast to the batch's dtype; (sum, count) metrics over this rank's action tokens.
 
     kl/ref: k1, whatever cfg.kl_type is: its mean estimates KL(pi_old | reference), which an adaptive coefficient needs.
     """
-    count = batch.mask.sum()
+    advantages, count = whiten(advantages, batch) if whitened else advantages, batch.mask.sum()
     metrics = {"advantage/mean": (advantages.sum(), count), "advantage/abs": (advantages.abs().sum(), count)}
     if batch.ref_logprobs is not None:
         metrics["kl/ref"] = (kl(batch, "k1").sum(), count)
@@ -200,8 +200,7 @@ def rloo(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
 def reinforce_baseline(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     """REINFORCE++ with a group baseline: R - mean(G), whitened over the batch if cfg.whiten. arXiv 2501.03262"""
     centred, _, _ = centre(batch)
-    advantages = spread(centred, batch)  # [B, T]
-    return finish(whiten(advantages, batch) if cfg.whiten else advantages, batch)
+    return finish(spread(centred, batch), batch, cfg.whiten)
 
 
 def reinforce(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
@@ -210,7 +209,7 @@ def reinforce(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     rho = -kl_coef·KL, plus R on a row's last action token; next = next action token: tokens off the mask are no steps.
     """
     returns = unchain(scan(chain_rewards(batch, cfg), cfg.gamma), batch)  # [B, T]
-    return finish(whiten(returns, batch) if cfg.whiten else returns, batch)
+    return finish(returns, batch, cfg.whiten)
 
 
 def gae(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
@@ -219,8 +218,7 @@ def gae(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     rho and next as in `reinforce`. V after the end of a row is 0; with cfg.bootstrap_truncated it is V at the row's
     last action token, the last state that the critic has judged, in every row of a truncated rollout.
     """
-    advantages = gae_advantages(batch, cfg)  # [B, T]
-    return finish(whiten(advantages, batch) if cfg.whiten else advantages, batch)
+    return finish(gae_advantages(batch, cfg), batch, cfg.whiten)
 
 
 def opd(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
