@@ -125,17 +125,15 @@ def check_identity(micro: MicroBatch, segments: list[Segment]) -> int:
     """
     for b, row in enumerate(micro.rows):
         tokens, logprobs, versions = (x[b].numpy() for x in (micro.tokens, micro.behaviour_logprobs, micro.versions))
-        sampled = np.zeros(len(tokens), bool)
+        sampled, rollout = np.zeros(len(tokens), bool), f"rollout {segments[row].rollout_id}"
         for i, (start, end, mark) in enumerate(segments[row].replies):
             sampled[start:end] = True
             if digest(tokens[:start], tokens[start:end], logprobs[start:end], versions[start:end]) != mark:
-                raise InvariantError(
-                    f"token identity: reply {i} of rollout {segments[row].rollout_id} (tokens {start} to {end}) is not what the "
-                    "engine sampled: its ids, log-probs or versions changed on the way (tokens/digest_mismatch)"
-                )
+                reply = f"reply {i} of {rollout} (tokens {start} to {end}) is not what the engine sampled"
+                why = "its ids, log-probs or versions changed on the way (tokens/digest_mismatch)"
+                raise InvariantError(f"token identity: {reply}: {why}")
         if (sampled != micro.mask[b].numpy()).any():
-            name = f"rollout {segments[row].rollout_id}"
-            raise InvariantError(f"token identity: the mask of {name} is not where the engine sampled")
+            raise InvariantError(f"token identity: the mask of {rollout} is not where the engine sampled")
     return int(micro.mask.sum())
 
 
