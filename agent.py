@@ -72,6 +72,7 @@ class Env:
 
     def reset(self, task: Task) -> list[dict]:
         """Start an episode and return the first chat messages."""
+        self.task = task
         return task.messages
 
     def step(self, reply: str) -> tuple[str | list[dict] | None, float, bool, dict]:
@@ -97,10 +98,6 @@ class Single(Env):
 
     def __init__(self, reward: Callable):
         self.reward = reward
-
-    def reset(self, task: Task) -> list[dict]:
-        self.task = task
-        return task.messages
 
     def step(self, reply: str) -> tuple[None, float, bool, dict]:
         return None, self.reward(self.task.messages[-1]["content"], self.task.label, reply, ""), True, {}
@@ -217,10 +214,11 @@ class Trace:
 
     def context(self, ids: list[int]) -> None:
         """Append tokens that are not the policy's: no mask, no log-prob, no version."""
-        self.tokens += ids
-        self.mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
+        self._append(ids, [False] * len(ids), [0.0] * len(ids), [-1] * len(ids))
+
+    def _append(self, *columns: list) -> None:
+        for column, values in zip((self.tokens, self.mask, self.logprobs, self.versions), columns):
+            column += values
 
     def reply(self, r: Reply, owned: bool = True) -> None:
         """Append an engine's reply exactly as it was sampled; one that another row owns is context here."""
@@ -230,10 +228,7 @@ class Trace:
         if not owned:
             return self.context(r.tokens.tolist())
         self.replies.append((len(self), len(self) + len(r.tokens), r.digest))
-        self.tokens += r.tokens.tolist()
-        self.mask += [True] * len(r.tokens)
-        self.logprobs += r.logprobs.tolist()
-        self.versions += r.versions.tolist()
+        self._append(r.tokens.tolist(), [True] * len(r.tokens), r.logprobs.tolist(), r.versions.tolist())
 
     def segment(self, result: Result, group_id: int, rollout_id: int) -> Segment:
         """The training row, up to the last sampled token."""
