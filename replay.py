@@ -258,9 +258,8 @@ class Replay:
         that were an input but have no row). Empty for a dense model or without rows."""
         if micro.experts is None or not self.routers:
             return {}
-        layers = [r.layer for r in self.routers]
         inputs = F.pad(~micro.padding[:, 1:], (0, 1))  # [B, T], a row's last token is never an input that predicts
-        have = (micro.experts[:, :, layers] >= 0).all(-1)  # [B, T, routers]
+        have = (micro.experts[:, :, [r.layer for r in self.routers]] >= 0).all(-1)  # [B, T, routers]
         missing = inputs & micro.mask & ~have.all(-1)  # [B, T]
         agree, total = sum(r.agree for r in self.routers), sum(r.total for r in self.routers)
         for r in self.routers:
@@ -276,17 +275,14 @@ class Replay:
         (values,)."""
         self.head.temperature = self.temperature if temperature is None else temperature
         predicts = F.pad(micro.mask[:, 1:], (0, 1))  # position t - 1 predicts token t: the one shift
-        nothing = not bool(predicts.any())
-        if nothing:
-            predicts[0, 0] = True  # FSDP needs a graph on every rank
-        shifted = micro.tokens.roll(-1, 1)  # [B, T]
-        self.head.where, self.head.targets = predicts, shifted[predicts]
+        if not predicts.any():
+            predicts[0, 0] = True  # FSDP needs a graph on every rank; what it gives is masked below
+        self.head.where, self.head.targets = predicts, micro.tokens.roll(-1, 1)[predicts]
         positions = torch.arange(micro.tokens.shape[1], device=micro.tokens.device)[None].expand_as(micro.tokens)
         extra = {"padding_mask": micro.padding} if self.routers else {"use_cache": False}
         out = self.model(input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra)
         found = getattr(out, "logits", out)  # [N, C]
-        if nothing:
-            found = found * 0.0
         full = found.new_zeros((*micro.mask.shape, found.shape[-1]))
         full[predicts] = found  # [B, T, C]
-        return full.roll(1, 1).unbind(-1)  # back to the token's own position
+        own = full.roll(1, 1)  # back to the token's own position
+        return own.masked_fill(~micro.mask[..., None], 0.0).unbind(-1)
