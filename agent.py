@@ -235,8 +235,7 @@ class Trace:
         end, experts, ok = self.replies[-1][1], None, None
         if self.experts:
             rows = np.concatenate(self.experts)[:end]  # [known, L, K]
-            experts = np.zeros((end, *rows.shape[1:]), rows.dtype)
-            experts[: len(rows)] = rows
+            experts = np.pad(rows, ((0, end - len(rows)), (0, 0), (0, 0)))
             ok = np.arange(end) < len(rows)
         kinds = {"tokens": np.int32, "mask": bool, "logprobs": np.float32, "versions": np.int32}
         rows = {name: np.asarray(getattr(self, name)[:end], kind) for name, kind in kinds.items()}
