@@ -115,16 +115,13 @@ def buckets(tensors, limit: int):
 
 def pack(bucket: list) -> tuple[torch.Tensor, dict]:
     """One bucket as (flat uint8 tensor, the description that the workers unpack it by)."""
-    meta = {
-        "names": [name for name, _ in bucket],
-        "dtypes": [str(t.dtype).removeprefix("torch.") for _, t in bucket],
-        "shapes": [list(t.shape) for _, t in bucket],
-    }
-    spans, size = offsets(meta["dtypes"], meta["shapes"])
-    flat = torch.zeros(size, dtype=torch.uint8, device=bucket[0][1].device)  # padding has to be equal too
-    for (start, end), (_, tensor) in zip(spans, bucket):
+    names, tensors = zip(*bucket)
+    dtypes, shapes = [str(t.dtype).removeprefix("torch.") for t in tensors], [list(t.shape) for t in tensors]
+    spans, size = offsets(dtypes, shapes)
+    flat = torch.zeros(size, dtype=torch.uint8, device=tensors[0].device)  # padding has to be equal too
+    for (start, end), tensor in zip(spans, tensors):
         flat[start:end] = tensor.contiguous().flatten().view(torch.uint8)
-    return flat, meta | {"checksum": checksum(flat)}
+    return flat, dict(names=list(names), dtypes=dtypes, shapes=shapes, checksum=checksum(flat))
 
 
 class EngineLeft(RuntimeError):
