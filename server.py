@@ -596,7 +596,7 @@ class Forest:
         self.anchors: dict[str, Node] = {}
         self.calls: dict[str, tuple[str, str]] = {}  # minted call id -> (id in the prompt, name)
         self.nodes: list[Node] = []  # in the order in which they were done
-        self.counts, self.replies, self.truncated = Counter(), 0, False
+        self.counts, self.truncated = Counter(), False
 
     def attach(self, req: Request) -> tuple[Node | None, tuple]:
         """The node that the request's history ends with, and the place of its own node."""
@@ -673,7 +673,7 @@ class Forest:
         return lost or req.retry > 0 and time.monotonic() - node.ended < YOUNG
 
     def _start(self, parent: Node | None, place: tuple, req: Request) -> Node:
-        if self.replies >= self.max_turns:
+        if sum(map(len, self.places.values())) >= self.max_turns:
             self.truncated = True
             raise BadRequest(f"this rollout has had its --max_turns {self.max_turns} replies", "max_turns")
         least = sum(len(t.text) for t in place[2]) // self.chat.longest
@@ -688,7 +688,6 @@ class Forest:
             raise self._too_long(len(ids))
         limit = min(req.max_tokens or room, self.max_tokens, room)
         self.counts["server/asked_other"] += any(self.sampling.get(k, v) != v for k, v in req.asked.items())
-        self.replies += 1
         self.places.setdefault(place, []).append(node)
         node.task = asyncio.create_task(self._sample(node, ids, limit))
         return node
@@ -739,7 +738,6 @@ class Forest:
                 raise RuntimeError("the engine gave a reply up")
             reasoning, text, calls, node.finish, node.stop = self._read(reply, node.request)
         except BaseException:
-            self.replies -= 1
             self.places[node.place].remove(node)  # nothing was recorded: the same request runs again
             raise
         spaces = {t["function"]["name"]: t.get("namespace", "") for t in node.request.tools}
