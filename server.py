@@ -1142,11 +1142,10 @@ class Server:
         return model if "/" in route else dict(object="list", data=[model]) | ends
 
     async def _body(self, receive):
-        raw, more = bytearray(), True
-        while more:
+        raw, event = bytearray(), {"more_body": True}
+        while event.get("more_body"):  # where the connection closed, what came of the body is no JSON
             event = await receive()
             raw += event.get("body", b"")
-            more = event.get("more_body", False)  # where the connection closed, what came of the body is no JSON
             if len(raw) > LARGEST:
                 raise BadRequest(f"the body is larger than {LARGEST >> 20} MB", "request_too_large", 413)
         try:
