@@ -192,17 +192,19 @@ class Refit:
         has died or hangs: then all are started again, so that none goes on with a part of the weights.
         """
         start, self.failed, self.sent, self.pending = time.perf_counter(), None, [], []
-        rebuilt = self.attempt(self.pause)
+        # without --partial a pause waits for running replies, none of which outlives its episode
+        rebuilt = self.attempt(self.tell, "pause", self.cfg.episode_timeout)
+        self.attempt(self.tell, "begin")
         paused = time.perf_counter() - start
         for bucket in buckets(hf_tensors(self.model, getattr(torch, self.cfg.dtype)), self.cfg.refit_bucket_mb << 20):
             self.attempt(self.send, bucket)  # every rank gathers them to the last, whatever fails
         self.attempt(self.finish)
-        self.attempt(ask, self.engines, self.cfg.refit_timeout, "resume", version)
+        self.attempt(self.tell, "resume", 0.0, version)
         if self.failed:
             raise self.failed
         seconds, size = time.perf_counter() - start, sum(n for _, n, _ in self.sent)
         speed = {"refit/seconds": seconds, "refit/pause_seconds": paused, "refit/gb_per_s": size / seconds / 1e9}
-        return speed | {"refit/rebuilt_tokens": rebuilt} if self.engines else {}
+        return speed | {"refit/rebuilt_tokens": sum(rebuilt)} if self.engines else {}
 
     def attempt(self, step, *args):
         """A step of rank 0; none after one that has failed."""
@@ -218,24 +220,21 @@ class Refit:
             for engine in self.engines:
                 ray.kill(engine, no_restart=False)
 
-    def pause(self) -> int:
-        """Without --partial it waits for running replies, none of which outlives its episode."""
-        rebuilt = ask(self.engines, self.cfg.episode_timeout + self.cfg.refit_timeout, "pause")
-        ask(self.engines, self.cfg.refit_timeout, "begin")
-        return sum(rebuilt)
+    def tell(self, method: str, more: float = 0.0, *args) -> list:
+        """What the engines answer within --refit_timeout and `more` seconds."""
+        return ask(self.engines, self.cfg.refit_timeout + more, method, *args)
 
     def send(self, bucket: list) -> None:
         flat, meta = pack(bucket)
-        answers(
-            self.engines, self.pending, self.cfg.refit_timeout
-        )  # the previous bucket was loaded while this one was gathered
+        # the previous bucket was loaded while this one was gathered
+        answers(self.engines, self.pending, self.cfg.refit_timeout)
         self.pending = [e.do.remote("receive", meta) for e in self.engines]
         broadcast(self.group, flat)
         self.sent.append((len(bucket), flat.numel(), meta["checksum"]))
 
     def finish(self) -> None:
         answers(self.engines, self.pending, self.cfg.refit_timeout)
-        self.verify(self.sent, ask(self.engines, self.cfg.refit_timeout, "finish"))
+        self.verify(self.sent, self.tell("finish"))
 
     def verify(self, sent: list, reports: list) -> None:
         """Compare what was sent with what each worker of each engine handed to its loader."""

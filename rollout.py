@@ -970,13 +970,10 @@ def reserve(bundles: list[dict]):
     """Room in Ray for the actors, each on one node. Raises BadInput with what is asked and free where there is none in time."""
     group = ray.util.placement_group(bundles)
     if not group.wait(PLACE_TIMEOUT):
-        asked, free = sum(map(Counter, bundles), Counter()), ray.available_resources()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        lines = [
-            f"{name:6}{n:8}{free.get(name, 0):8.0f}  {[int(x.get(name, 0)) for x in nodes]}"
-            for name, n in asked.items()
-        ]
-        table = "\n".join(["         asked    free  each node has", *lines])
+        table, free = f"{'':6}{'asked':>8}{'free':>8}  each node has", ray.available_resources()
+        for name, n in sum(map(Counter, bundles), Counter()).items():
+            nodes = [int(node["Resources"].get(name, 0)) for node in ray.nodes() if node["Alive"]]
+            table += f"\n{name:6}{n:8}{free.get(name, 0):8.0f}  {nodes}"
         raise BadInput(f"--engines --engine_tp --runners: no room in Ray within {PLACE_TIMEOUT} s\n{table}")
     return group
 
