@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import ray
@@ -740,12 +741,9 @@ class Rollouts:
         self.handed = [self.groups.pop(g.id) for g in groups]
         self.drop_stale(self.version + 1)
         rollouts = [o for g in sorted(groups, key=lambda g: g.id) for o in g.rollouts]
+        known = "result", "seconds", "replies", "other_ids"
         batch = {
-            "rollouts": [
-                {"group": o.group_id, "id": o.rollout_id, "result": o.result, "seconds": o.seconds}
-                | {"replies": o.replies, "other_ids": o.other_ids}
-                for o in rollouts
-            ],
+            "rollouts": [{"group": o.group_id, "id": o.rollout_id} | {k: vars(o)[k] for k in known} for o in rollouts],
             "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
             "counts": {"rollouts/finished": len(rollouts)} | self.counts,
             "first_error": self.first_error,
@@ -943,12 +941,10 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
         if not cpu and len(gpus) < need:
             asked = f"--engines {cfg.engines} × --engine_tp {cfg.engine_tp}"
             raise BadInput(f"{asked}: the trainer leaves {len(gpus)} GPUs")
-        before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         env["TMPDIR"] = scratch
         local = dict(include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=scratch)
-        ray.init(num_cpus=need + cfg.runners + 2, num_gpus=len(gpus), **local, **init)
-        os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus)):
+            ray.init(num_cpus=need + cfg.runners + 2, num_gpus=len(gpus), **local, **init)
     engine = {"CPU": cfg.engine_tp} if cpu else {"CPU": 1, "GPU": cfg.engine_tp}
     served, played = playing * cfg.engines, playing * cfg.runners
     bundles = [engine] * served + [{"CPU": 1}] * (played + 1)
