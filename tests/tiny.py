@@ -45,6 +45,7 @@ def upcycle(folder: str, experts: int = 4) -> None:
     """The starter as a mixture of experts: each a copy of its MLP, so it plays as the starter does, with gates yet to learn."""
     dense = Qwen3ForCausalLM.from_pretrained(STARTER)
     config = dense.config.to_dict() | dict(moe_intermediate_size=dense.config.intermediate_size, num_experts=experts)
+    config["tie_word_embeddings"] = False  # AutoModel's mixture of experts has a head of its own
     del config["model_type"], config["architectures"]
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(
