@@ -16,7 +16,6 @@ This file wires the other seven modules: flags, model, optimizer, the loop, chec
 
 import contextlib
 import dataclasses
-import difflib
 import faulthandler
 import json
 import logging
@@ -239,16 +238,10 @@ class Config:
         self.lora_alpha = self.lora_alpha or 2 * self.lora_rank
 
 
-def parse(argv: list[str] | None = None) -> Config:
-    """The command line as a Config, with names made absolute and "auto" resolved; raises ValueError on an unknown flag."""
+def parse(argv: list[str] | None = None, rank: int = 0) -> Config:
+    """The command line as a Config, names made absolute and "auto" resolved. Rank 0 tells of a wrong flag, all exit with code 2."""
     style = dict(config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True)
-    cfg, unknown = tyro.cli(Config, args=argv, return_unknown_args=True, **style)
-    if unknown:
-        names = ["--" + f.name for f in dataclasses.fields(Config)]
-        meant = unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1)
-        close = difflib.get_close_matches(meant, names, n=1, cutoff=0.7)
-        fix = f", did you mean {close[0]}?" if close else "; see --help"
-        raise ValueError(f"{unknown[0]}: there is no such flag{fix}")
+    cfg = tyro.cli(Config, args=argv, console_outputs=rank == 0, **style)
     for name in ("agent", "data", "model", "reward", "ref_model", "critic_model", "train_from", "eval_data"):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
@@ -1435,7 +1428,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.update({k: v for k, v in alone.items() if k not in os.environ})  # without torchrun: one rank
     rank = int(os.environ["RANK"])
     try:
-        cfg = parse(argv)
+        cfg = parse(argv, rank)
         validate(cfg, int(os.environ["WORLD_SIZE"]))
         if "PYTHONWARNINGS" not in os.environ:  # libraries warn about much that is meant to be so; set it to see all
             warnings.simplefilter("ignore")

@@ -122,11 +122,20 @@ def test_the_defaults_and_one_rollout_without_a_group_are_fine():
     validate(Config(samples=1, estimator="reinforce"))
 
 
-def test_an_unknown_flag_names_the_nearest_one():
-    with pytest.raises(ValueError, match="^--promts: there is no such flag, did you mean --prompts?"):
-        parse(["--promts", "3"])
-    with pytest.raises(ValueError, match="^--zzz: there is no such flag; see --help"):
-        parse(["--zzz"])
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        (["--promts", "3"], "Unrecognized options: --promts.*Perhaps you meant:.*--prompts INT"),
+        (["--zzz"], "Unrecognized options: --zzz.*--help"),
+        (["--samples", "x"], "Error.*--samples.*'x'"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_the_nearest_one_and_exit_code_2_by_one_rank(capsys, args, words):
+    for rank in (0, 1):
+        with pytest.raises(SystemExit) as end:
+            parse(args, rank)
+        told = capsys.readouterr().err
+        assert end.value.code == 2 and (re.search(f"(?s){words}", told) if rank == 0 else told == "")
 
 
 def test_names_become_absolute_and_hub_names_stay():
@@ -165,7 +174,7 @@ def test_bad_files_are_refused_before_any_process_starts(tmp_path, tiny):
 
 @pytest.mark.parametrize(
     "args,word",
-    [(["--promts", "3"], "--prompts"), (["--samples", "1"], "--samples 1"), (["--agent", "no.py"], "no.py")],
+    [(["--samples", "1"], "--samples 1"), (["--agent", "no.py"], "no.py")],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, word, tmp_path):
     command = [sys.executable, "train.py", "--out", str(tmp_path / "out"), *args]
