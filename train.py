@@ -1422,6 +1422,18 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         raise KeyboardInterrupt
 
 
+ENDS = {  # what ends a run before its time: the exit code, and what is said; the first that fits
+    BadInput: (2, "{cause}"),
+    InvariantError: (3, "an invariant failed. {e}"),
+    NotWritten: (1, "{e}"),
+    ray.exceptions.RayError: (
+        1,
+        "an actor failed, its log is in {logs}; --resume goes on from the last checkpoint\n{e}",
+    ),
+    KeyboardInterrupt: (1, "stopped by a signal; --resume --out {out} goes on from its last checkpoint"),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, run; returns the exit code."""
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -1440,27 +1452,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         run(cfg, rows)
-    except BadInput as e:
-        print(f"instar: {getattr(e, 'cause', e)}", file=sys.stderr)
-        return 2
-    except InvariantError as e:
-        print(f"instar: an invariant failed. {e}", file=sys.stderr)
-        return 3
-    except NotWritten as e:
-        print(f"instar: {e}", file=sys.stderr)
-        return 1
-    except ray.exceptions.RayError as e:
-        logs = "/tmp/ray" if cfg.ray_address else tempfile.gettempdir()
-        told = (
-            f"an actor failed; its own log is in {logs}/session_latest/logs; --resume goes on from the last checkpoint"
-        )
-        print(f"instar: {told}\n{e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            f"instar: stopped by a signal; --resume --out {cfg.out} goes on from its last checkpoint", file=sys.stderr
-        )
-        return 1
+    except tuple(ENDS) as e:
+        code, told = next(end for kind, end in ENDS.items() if isinstance(e, kind))
+        logs = f"{'/tmp/ray' if cfg.ray_address else tempfile.gettempdir()}/session_latest/logs"
+        print("instar: " + told.format(e=e, cause=getattr(e, "cause", e), logs=logs, out=cfg.out), file=sys.stderr)
+        return code
     finally:
         ray.shutdown()
     return 0
