@@ -1066,14 +1066,10 @@ def batch_metrics(batch: dict) -> dict[str, float]:
         played.add({"rollouts/turns": (replies, 1), "rollouts/seconds_max": r["seconds"]})
         played.add({name: (value, 1) for name, value in result.info.items()}, "info/")
         played.add({name: (value, 1) for name, value in result.rewards.items()}, "reward/")
-    found = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/groups_equal": float(np.mean([np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)])),
-        "segments/count": len(rows),
-        "tokens/trained": trained,
-        "tokens/context": sum(r["tokens"] for r in rows) - trained,
-    }
+    equal = [np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)]
+    found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "reward/groups_equal": np.mean(equal)}
+    found = {name: float(value) for name, value in found.items()} | {"segments/count": len(rows)}
+    found |= {"tokens/trained": trained, "tokens/context": sum(r["tokens"] for r in rows) - trained}
     return found | batch["counts"] | played.local()
 
 
