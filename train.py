@@ -874,24 +874,20 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
 
     results = [r["result"] for r in batch["rollouts"]]
     rewards = torch.tensor([r.reward for r in results], dtype=torch.float64)  # [R]
-    rewards = estimator.clip_rewards(rewards, *cfg.reward_clip)
     names = sorted({name for r in results for name in r.rewards})
     named = [[r.rewards.get(name, 0.0) for name in names] for r in results]
     rollouts = estimator.Batch(
-        together("mask"),
         rollout=torch.cat([m.rollout for m in micros]).cpu(),
-        rewards=rewards,
+        rewards=estimator.clip_rewards(rewards, *cfg.reward_clip),
         groups=torch.tensor([r["group"] for r in batch["rollouts"]], dtype=torch.int64),
         all_sum=all_sum,
-        old_logprobs=together("old_logprobs"),
-        ref_logprobs=together("ref_logprobs"),
-        values=together("values"),
         named_rewards=torch.tensor(named, dtype=torch.float64),
         truncated=torch.tensor([r.truncated for r in results]),
+        **{name: together(name) for name in ("mask", "old_logprobs", "ref_logprobs", "values")},
     )
     if any(cfg.overlong):
         penalty = estimator.overlong(estimator.lengths(rollouts), *cfg.overlong)  # [R]
-        rollouts.rewards = rewards + penalty
+        rollouts.rewards = rollouts.rewards + penalty
         meter.add({"reward/overlong": (penalty.sum(), len(penalty))})
     if cfg.estimator == "gdpo" and not names:
         raise BadInput("--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else")
