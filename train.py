@@ -429,13 +429,11 @@ def build_model(cfg: Config, device: str, path: str = ""):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
     fsdp = FSDP2Config(mp_policy=policy, offload_policy=offload, defer_fsdp_grad_sync=False)
-    parallel = dict(parallelism_sizes=ParallelismSizes(ep_size=cfg.ep), world_size=world)
-    if cfg.ep > 1:
-        parallel["moe_parallel_config"] = MoEParallelizerConfig(mp_policy=policy)
+    experts = MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None
+    parallel = dict(parallelism_sizes=ParallelismSizes(ep_size=cfg.ep), moe_parallel_config=experts, world_size=world)
     setup = DistributedSetup.build(fsdp, activation_checkpointing=cfg.checkpoint_activations, **parallel)
     how = dict(torch_dtype=torch.float32, attn_implementation="sdpa", use_liger_kernel=False, distributed_setup=setup)
-    if cfg.lora_rank and not path:
-        how["peft_config"] = adapters(cfg)
+    how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
     if moe:
         # else a rank-local balance gradient
         how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
@@ -525,9 +523,7 @@ def clip_gradients(cfg: Config, replay: Replay, mesh) -> float:
     for p in replay.head.parameters() if isinstance(replay.head, ValueHead) else ():  # FSDP does not know it
         dist.all_reduce(p.grad)
         p.grad /= world
-    where = dict(device_mesh=mesh.device_mesh, dp_group_size=world)
-    if cfg.ep > 1:
-        where |= dict(moe_mesh=mesh.moe_mesh, ep_axis_name="ep")
+    where = dict(device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh, ep_axis_name="ep", dp_group_size=world)
     return float(scale_grads_and_clip_grad_norm(cfg.max_grad_norm, [replay.model], **where))
 
 
