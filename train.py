@@ -752,19 +752,6 @@ class Log:
             self.wandb.finish()
 
 
-def times(spans: dict[str, float], tokens: int, device: str, busy: list[float]) -> dict[str, float]:
-    """time/…, perf/… and memory/… of a step whose rows have `tokens` tokens. busy: seconds that each engine worked.
-
-    perf/overlap is max(g, t) / step with g of the engines and t of the trainer: 1 is the bound, .5 two equal phases in turns.
-    """
-    step, idle, work = sum(spans.values()), spans["time/generate"], float(np.mean(busy or [0.0]))
-    cuda = device == "cuda"
-    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    found = {"time/step": step, "time/trainer_idle": idle, "time/engine_idle": step - work}
-    found |= {"perf/overlap": max(work, spans["time/train"]) / step, "perf/tokens_per_second": tokens / step}
-    return spans | found | {"memory/peak_gb": peak}
-
-
 def bounds(cfg: Config) -> dict[str, float]:
     """The limits on gap/on_version_…; in bfloat16 single tokens differ by much, so the mean and k3 are bounded instead."""
     if cfg.dtype == "float32":
@@ -1263,14 +1250,6 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     return found
 
 
-def take_busy(r: Run) -> list[float]:
-    """Seconds that each engine worked since the last call; none where one has died."""
-    try:
-        return ask(r.engines, r.cfg.engine_timeout, "take_busy")
-    except EngineLeft:
-        return []
-
-
 def save(r: Run, where: dict) -> int:
     """Write a checkpoint; returns its step."""
     save_checkpoint(r.cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if dist.get_rank() == 0 else None)
@@ -1320,9 +1299,39 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
     return taken
 
 
+def times(r: Run, tokens: int) -> dict[str, float]:
+    """time/…, perf/… and memory/… since the last call, in which rows of `tokens` tokens were trained on.
+
+    perf/overlap is max(g, t) / step with g of the engines and t of the trainer: 1 is the bound, .5 two equal phases in turns.
+    """
+    spans, busy, cuda = r.clock.take(), [], r.device == "cuda"
+    with contextlib.suppress(EngineLeft):  # then nobody knows how long they worked
+        busy = ask(r.engines, r.cfg.engine_timeout, "take_busy")
+    step, idle, work = sum(spans.values()), spans.get("time/generate", 0.0), float(np.mean(busy or [0.0]))
+    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    found = {"time/step": step, "time/trainer_idle": idle, "time/engine_idle": step - work, "memory/peak_gb": peak}
+    overlap = max(work, spans.get("time/train", 0.0)) / step
+    return spans | found | {"perf/overlap": overlap, "perf/tokens_per_second": tokens / step}
+
+
+def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: list) -> None:
+    """The line of a step, every now and then one of its rollouts, and the first failure of one."""
+    metrics |= times(r, metrics["tokens/trained"] + metrics["tokens/context"])
+    if r.cfg.estimator == "sft":  # nothing was sampled
+        sampled = "reward/", "gap/", "lag/", "is/", "advantage/"
+        metrics = {k: v for k, v in metrics.items() if not k.startswith(sampled)}
+    log.write(metrics)
+    if segments and r.cfg.show_every and (metrics["step"] - 1) % r.cfg.show_every == 0:
+        show(r.console, r.chat, segments[0])
+    if batch["first_error"] and not log.shown_error:
+        log.shown_error = True
+        told = f"a rollout failed; the first traceback:\n{batch['first_error']}"
+        r.console.print(told, style="red", markup=False)
+
+
 def run(cfg: Config, rows: list[dict] | None) -> None:
     """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
-    where, world = newest(cfg), int(os.environ["WORLD_SIZE"])
+    where = newest(cfg)
     if cfg.kl_target:
         cfg.kl_coef = where["kl_coef"]
     r = start(cfg, rows, where)
@@ -1332,14 +1341,11 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     listen(r)
     log, best = Log(cfg, r.console, where["step"]) if rank == 0 else None, where["best"]
     if cfg.eval_at_start or cfg.eval_only:
-        found = {"step": where["step"], "version": version} | evaluate(
-            r, version, where["step"], best if cfg.resume else {}
-        )
-        if rank == 0:
-            log.write(found)
-        take_busy(r)  # it is no part of a step
+        known = best if cfg.resume else {}  # of the start of a fresh run there is no checkpoint
+        found = {"step": where["step"], "version": version} | evaluate(r, version, where["step"], known)
         r.clock.mark("time/eval")
-        r.clock.take()
+        if rank == 0:
+            log.write(found | times(r, 0))
     if cfg.eval_only:
         cfg.steps = where["step"]
 
@@ -1349,7 +1355,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             r.console.print("stopped" if batch else "the data has ended")
             break
         r.clock.mark("time/generate")
-        deal(cfg, batch, world)
+        deal(cfg, batch, dist.get_world_size())
 
         # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
         meter, lr = Meter(r.seen), policy.scheduler.get_last_lr()[0]
@@ -1376,18 +1382,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         if evaluated := cfg.eval_every and (step + 1) % cfg.eval_every == 0:
             metrics |= evaluate(r, version, step + 1, best)
             r.clock.mark("time/eval")
-        if cfg.estimator == "sft":  # nothing was sampled
-            sampled = "reward/", "gap/", "lag/", "is/", "advantage/"
-            metrics = {k: v for k, v in metrics.items() if not k.startswith(sampled)}
         if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
-            tokens = metrics["tokens/trained"] + metrics["tokens/context"]
-            log.write(metrics | times(r.clock.take(), tokens, r.device, take_busy(r)))
-            if cfg.show_every and step % cfg.show_every == 0 and segments:
-                show(r.console, r.chat, segments[0])
-            if batch["first_error"] and not log.shown_error:
-                log.shown_error = True
-                told = f"a rollout failed; the first traceback:\n{batch['first_error']}"
-                r.console.print(told, style="red", markup=False)
+            tell(r, log, metrics, batch, segments)
         where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
         better = evaluated and best.get("version") == version
         if better or cfg.save_every and (step + 1) % cfg.save_every == 0:
