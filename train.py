@@ -15,7 +15,6 @@ This file wires the other seven modules: flags, model, optimizer, the loop, chec
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import logging
@@ -28,7 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -722,7 +721,7 @@ class Log:
         kept = [line for line in lines if json.loads(line)["step"] <= step]  # later ones will be run again
         path.write_text("".join(line + "\n" for line in kept))
         self.file = path.open("a", buffering=1)
-        (Path(cfg.out) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+        (Path(cfg.out) / "config.json").write_text(json.dumps(vars(cfg), indent=1))
         columns = ["{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("steps", total=cfg.steps, completed=step)
@@ -731,9 +730,8 @@ class Log:
             import wandb
 
             mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-            settings = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True)
-            more = dict(config=dataclasses.asdict(cfg), settings=settings)
-            self.wandb = wandb.init(project=cfg.wandb, dir=cfg.out, mode=mode, **more)
+            quiet = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True)
+            self.wandb = wandb.init(project=cfg.wandb, dir=cfg.out, mode=mode, config=vars(cfg), settings=quiet)
 
     def write(self, m: dict[str, float]) -> None:
         self.file.write(json.dumps(m) + "\n")
@@ -875,7 +873,7 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
     if cfg.estimator == "gdpo" and not names:
         raise BadInput("--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else")
     if cfg.kl_loss:  # then it is no part of the reward
-        cfg = dataclasses.replace(cfg, kl_coef=0.0)
+        cfg = replace(cfg, kl_coef=0.0)
     advantages, metrics = ESTIMATORS[cfg.estimator](rollouts, cfg)
     meter.add(metrics)
     found = {"advantages": advantages}
@@ -1290,8 +1288,7 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
             micro.values = critic.replay.forward(micro)[0] if critic else None
     credit(cfg, batch, micros, meter)
     if critic:
-        tokens = dataclasses.replace(cfg, loss_agg="token_mean")
-        learn(tokens, critic, batch, parts, value_objective, meter, "critic_")
+        learn(replace(cfg, loss_agg="token_mean"), critic, batch, parts, value_objective, meter, "critic_")
     if warm:
         taken = learn(cfg, policy, batch, parts, policy_objective, meter, gate=gate if one_forward(cfg) else None)
     for learner in r.learners.values():
