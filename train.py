@@ -361,9 +361,8 @@ def check_inputs(cfg: Config) -> list[dict]:
         if getattr(cfg, flag) and not experts_of(config):
             raise ValueError(f"--{flag}: --model {cfg.model} is dense, it has no experts; drop the flag")
     try:
-        Path(cfg.out).mkdir(parents=True, exist_ok=True)
-        (Path(cfg.out) / ".writable").touch()
-        (Path(cfg.out) / ".writable").unlink()
+        os.makedirs(cfg.out, exist_ok=True)
+        tempfile.TemporaryFile(dir=cfg.out).close()
     except OSError as e:
         raise ValueError(f"--out {cfg.out} cannot be written ({e.strerror})") from None
     if cfg.train_from and not list(Path(cfg.train_from).glob("*.jsonl")):
