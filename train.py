@@ -436,15 +436,14 @@ def build_model(cfg: Config, device: str, path: str = ""):
         # else a rank-local balance gradient
         how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
         if device == "cpu":
-            parts = dict.fromkeys(("linear", "experts", "dispatcher"), "torch")
             exact = dict(attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32")
-            how["backend"] = BackendConfig(**parts, **exact)
+            how["backend"] = BackendConfig(linear="torch", experts="torch", dispatcher="torch", **exact)
     with cuda_means_cpu() if device == "cpu" else contextlib.nullcontext():
         model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
     if world == 1 and (bf16 or offload):  # AutoModel shards nothing on one rank, and so would neither cast nor move
         model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
-        mesh, layers = init_device_mesh(device, (1,), mesh_dim_names=("dp",)), model.model.layers  # export needs a name
-        for part in [*(layers.values() if hasattr(layers, "values") else layers), model]:
+        mesh = init_device_mesh(device, (1,), mesh_dim_names=("dp",))  # export needs a name
+        for part in [*model.model.layers.children(), model]:
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for buffer in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
         buffer.data = buffer.to(device)
