@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
 os.environ.setdefault("RAY_worker_niceness", "0")  # else engines yield the CPU to everything, to imports first
@@ -387,8 +388,7 @@ def experts_of(config) -> int:
 @contextlib.contextmanager
 def cuda_means_cpu():
     """On a CPU: AutoModel 0.7 asks for torch.device("cuda", …) and torch.cuda.current_device() while it builds a model."""
-    real, current = torch.device, torch.cuda.current_device
-    cpu = real("cpu")
+    real, cpu = torch.device, torch.device("cpu")
 
     class Meta(type):
         def __instancecheck__(cls, x):
@@ -397,11 +397,8 @@ def cuda_means_cpu():
         def __call__(cls, *args, **kwargs):
             return cpu if args and str(args[0]).startswith("cuda") else real(*args, **kwargs)
 
-    torch.device, torch.cuda.current_device = Meta("device", (), {}), lambda: cpu
-    try:
+    with mock.patch("torch.device", Meta("device", (), {})), mock.patch("torch.cuda.current_device", lambda: cpu):
         yield
-    finally:
-        torch.device, torch.cuda.current_device = real, current
 
 
 def adapters(cfg: Config):
