@@ -257,7 +257,7 @@ def validate(cfg: Config, world: int = 1) -> None:
     positive += " lr temperature refit_bucket_mb tokens_per_microbatch minibatches max_grad_norm ep keep kl_horizon"
     positive += " engine_timeout refit_timeout save_timeout"
     refused = [(getattr(cfg, name) <= 0, name, "must be positive") for name in positive.split()]
-    for wrong, names, fix in refused + unfit(cfg, world) + meaningless(cfg):
+    for wrong, names, fix in refused + unfit(cfg, world):
         if wrong:
             values = [(name, getattr(cfg, name)) for name in names.split()]
             told = [f"--{n} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for n, v in values]
@@ -273,11 +273,14 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         engine_args = isinstance(json.loads(cfg.engine_args), dict)
     except ValueError:
         engine_args = False
-    grouped, constant = cfg.estimator in GROUP_ESTIMATORS, cfg.loss_agg == "constant"
-    corrected = cfg.is_level != "off" or cfg.old == "behaviour" or cfg.loss == "dppo"
+    kind, loss, kl, grouped = cfg.estimator, cfg.loss, cfg.kl_coef != 0, cfg.estimator in GROUP_ESTIMATORS
     evals = bool(cfg.eval_every or cfg.eval_at_start or cfg.eval_only)
-    idle, several = cfg.estimator == "sft" or cfg.train_from, cfg.eval_samples > 1 and cfg.eval_temperature == 0
-    stale = cfg.max_lag > 0 and not corrected and cfg.estimator != "sft"
+    idle, several = kind == "sft" or cfg.train_from, cfg.eval_samples > 1 and cfg.eval_temperature == 0
+    constant, sequences, gated = cfg.loss_agg == "constant", loss in SEQUENCE_LOSSES, cfg.is_level in ("seq", "geo")
+    corrected, clipped, rewarded = cfg.is_level != "off", loss in ("ppo", "gspo", "gspo_token"), kl and not cfg.kl_loss
+    stale = cfg.max_lag > 0 and not (corrected or cfg.old == "behaviour" or loss == "dppo" or kind == "sft")
+    critic = cfg.critic_model or cfg.critic_warmup_steps or cfg.bootstrap_truncated
+    plain = loss == "pg" and not kl and not corrected and not cfg.balance_coef and cfg.epochs == 1
     return [
         (cfg.agent_cmd and not cfg.reward, "agent_cmd", "set --reward to the file that grades what it did"),
         (cfg.samples < 2 and grouped, "samples estimator", "it compares rollouts of a group, set --samples 2 or more"),
@@ -304,24 +307,14 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.lora_alpha and not cfg.lora_rank, "lora_alpha lora_rank", "set --lora_rank as well"),
         (cfg.resume and not cfg.out, "resume", "needs --out, the folder of the run to go on with"),
         (not engine_args, "engine_args", "is not a JSON object, as in '{\"block_size\": 32}'"),
-    ]
-
-
-def meaningless(cfg: Config) -> list[tuple]:
-    """Combinations of estimator, loss and correction that mean nothing, in the same form."""
-    kind, loss, kl = cfg.estimator, cfg.loss, cfg.kl_coef != 0
-    gated, corrected, sequences = cfg.is_level in ("seq", "geo"), cfg.is_level != "off", loss in SEQUENCE_LOSSES
-    clipped, rewarded = loss in ("ppo", "gspo", "gspo_token"), kl and not cfg.kl_loss
-    critic = cfg.critic_model or cfg.critic_warmup_steps or cfg.bootstrap_truncated
-    plain = loss == "pg" and not kl and not corrected and not cfg.balance_coef and cfg.epochs == 1
-    return [
+        # estimators, losses and corrections that mean nothing together
         (gated and cfg.is_mode != "mask", "is_level is_mode", "a gate over whole sequences: set --is_mode mask"),
         (cfg.dual_clip and not clipped, "dual_clip loss", "that loss has no clip to bound: use ppo"),
         (sequences and cfg.is_level == "token", "is_level loss", "one ratio per sequence: set --is_level seq or geo"),
         (sequences and cfg.loss_agg != "seq_mean", "loss loss_agg", "a mean over sequences: set --loss_agg seq_mean"),
         (loss == "dppo" and corrected, "loss is_level", "its ratio is the one to the engine: drop --is_level"),
         (cfg.old == "behaviour" and corrected, "old is_level", "the ratio then is the correction: drop one"),
-        (rewarded and kind in GROUP_ESTIMATORS, "kl_coef estimator", "it takes no KL as a reward: add --kl_loss"),
+        (rewarded and grouped, "kl_coef estimator", "it takes no KL as a reward: add --kl_loss"),
         (cfg.kl_loss and cfg.kl_type == "k1", "kl_loss kl_type", "the expected gradient of k1 is zero: use k2 or k3"),
         (cfg.kl_loss and not kl, "kl_loss", "it needs a --kl_coef"),
         (cfg.kl_target and not kl, "kl_target", "it needs a --kl_coef to start from"),
