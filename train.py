@@ -440,13 +440,13 @@ def build_model(cfg: Config, device: str, path: str = ""):
     return model, setup.mesh_context
 
 
-class Muon(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
     """torch.optim.Muon for the groups marked muon, AdamW for the others: one optimizer to the schedule and the checkpoints."""
 
     @torch.no_grad()
     def step(self, closure=None):
-        for kind in (torch.optim.AdamW, torch.optim.Muon):
-            if groups := [g for g in self.param_groups if g["muon"] == (kind is torch.optim.Muon)]:
+        for muon, kind in enumerate((torch.optim.AdamW, torch.optim.Muon)):
+            if groups := [g for g in self.param_groups if g["muon"] == muon]:
                 part = kind(groups)  # made at each step, on the same groups and state, since loading replaces both
                 part.state = self.state
                 part.step()
@@ -460,11 +460,8 @@ def build_optimizer(cfg: Config, model, lr: float = 0.0):
             muon = cfg.optimizer == "muon" and p.ndim == 2 and ".layers." in name  # no embedding and no head
             groups.setdefault((str(getattr(p, "device_mesh", None)), muon), []).append(p)
     groups = [{"params": g, "muon": muon} for (_, muon), g in groups.items()]
-    settings = dict(lr=lr or cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay)
-    if cfg.optimizer == "muon":
-        optimizer = Muon(groups, settings | {"adjust_lr_fn": "match_rms_adamw"})
-    else:
-        optimizer = torch.optim.AdamW(groups, **settings)
+    settings = dict(lr=lr or cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
+    optimizer = Optimizer(groups, settings)
 
     def scale(step: int) -> float:
         if step < cfg.warmup:
