@@ -407,7 +407,6 @@ def build_model(cfg: Config, device: str, path: str = ""):
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from nemo_automodel.components.models.common.utils import BackendConfig
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig
 
@@ -432,7 +431,7 @@ def build_model(cfg: Config, device: str, path: str = ""):
         model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
     if world == 1 and (bf16 or offload):  # AutoModel shards nothing on one rank, and so would neither cast nor move
         model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
-        mesh = init_device_mesh(device, (1,), mesh_dim_names=("dp",))  # export needs a name
+        mesh = dist.init_device_mesh(device, (1,), mesh_dim_names=("dp",))  # export needs a name
         for part in [*model.model.layers.children(), model]:
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for buffer in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
