@@ -444,8 +444,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for muon, kind in enumerate((torch.optim.AdamW, torch.optim.Muon)):
-            if groups := [g for g in self.param_groups if g["muon"] == muon]:
+        for kind in (torch.optim.AdamW, torch.optim.Muon):
+            if groups := [g for g in self.param_groups if g["muon"] == (kind is torch.optim.Muon)]:
                 part = kind(groups)  # made at each step, on the same groups and state, since loading replaces both
                 part.state = self.state
                 part.step()
