@@ -19,6 +19,7 @@ import faulthandler
 import json
 import logging
 import math
+import operator
 import os
 import resource
 import shutil
@@ -741,6 +742,9 @@ def bounds(cfg: Config) -> dict[str, float]:
     return {"mean": cfg.max_gap or 0.02, "k3": (cfg.max_gap or 0.02) / 20}
 
 
+SIGNS = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}  # a nan passes none
+
+
 def gates(cfg: Config, m: dict[str, float]) -> list[tuple]:
     """What scored rows have to show: (invariant, metric, its value, sign, limit, what is wrong where that does not hold)."""
     gaps = [(f"gap/on_version_{name}", limit) for name, limit in bounds(cfg).items()]
@@ -754,20 +758,13 @@ def gates(cfg: Config, m: dict[str, float]) -> list[tuple]:
     return found
 
 
-def holds(value: float, sign: str, limit: float) -> bool:
-    """Whether a gate is passed, which a nan never does."""
-    return value <= limit if sign == "<=" else value >= limit
-
-
 def check_gates(cfg: Config, m: dict[str, float]) -> None:
     """Raise InvariantError before a batch is trained on whose log-probs or experts are not the engine's."""
-    if not m["gap/on_version_tokens"] > 0:
-        raise InvariantError("policy version: no token is of the trainer's version (gap/on_version_tokens 0)")
-    if m["lag/max"] > cfg.max_lag:
-        old = f"a token is {m['lag/max']:.0f} versions old, --max_lag allows {cfg.max_lag}"
-        raise InvariantError(f"policy version: {old} (lag/max)")
-    for invariant, metric, value, sign, limit, wrong in gates(cfg, m):
-        if not holds(value, sign, limit):
+    none, old = "no token is of the trainer's version", "a token is older than --max_lag allows"
+    found = [("policy version", "gap/on_version_tokens", m["gap/on_version_tokens"], ">", 0, none)]
+    found.append(("policy version", "lag/max", m["lag/max"], "<=", cfg.max_lag, old))
+    for invariant, metric, value, sign, limit, wrong in found + gates(cfg, m):
+        if not SIGNS[sign](value, limit):
             raise InvariantError(f"{invariant}: {metric} is {value:.3g}, not {sign} {limit:.3g}: {wrong}")
 
 
@@ -1052,7 +1049,7 @@ def verdict(cfg: Config, console, m: dict[str, float]) -> None:
     refit = "refit", "probe gap, first refit", m["refit/probe_gap"], "<=", max(bounds(cfg).values()), ""
     table = Table("invariant", "measured", "value", "threshold", "verdict")
     for invariant, metric, value, sign, limit, _ in [identity, *gates(cfg, m), refit]:
-        word = "[green]PASS" if holds(value, sign, limit) else "[red]FAIL"
+        word = "[green]PASS" if SIGNS[sign](value, limit) else "[red]FAIL"
         table.add_row(invariant, metric, f"{value:.2e}", f"{sign} {limit:.2e}", word)
     console.print(table)
 
