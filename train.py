@@ -1303,8 +1303,7 @@ def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: lis
         show(r.console, r.chat, segments[0])
     if batch["first_error"] and not log.shown_error:
         log.shown_error = True
-        told = f"a rollout failed; the first traceback:\n{batch['first_error']}"
-        r.console.print(told, style="red", markup=False)
+        r.console.print(f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red", markup=False)
 
 
 def run(cfg: Config, rows: list[dict] | None) -> None:
