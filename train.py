@@ -412,7 +412,6 @@ def build_model(cfg: Config, device: str, path: str = ""):
     from transformers import AutoConfig
 
     bf16, world = cfg.dtype == "bfloat16", torch.distributed.get_world_size()
-    moe = experts_of(AutoConfig.from_pretrained(path or cfg.model))
     # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
@@ -422,7 +421,7 @@ def build_model(cfg: Config, device: str, path: str = ""):
     setup = DistributedSetup.build(fsdp, activation_checkpointing=cfg.checkpoint_activations, **parallel)
     how = dict(torch_dtype=torch.float32, attn_implementation="sdpa", use_liger_kernel=False, distributed_setup=setup)
     how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
-    if moe:
+    if experts_of(AutoConfig.from_pretrained(path or cfg.model)):
         # else a rank-local balance gradient
         how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
         if device == "cpu":
