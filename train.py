@@ -1322,10 +1322,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         r.clock.mark("time/eval")
         if rank == 0:
             log.write(found | times(r, 0))
-    if cfg.eval_only:
-        cfg.steps = where["step"]
 
-    for step in range(where["step"], cfg.steps):
+    for step in range(where["step"], 0 if cfg.eval_only else cfg.steps):
         batch = awaited(r, version, "next_batch")
         if batch in (None, "stop"):
             r.console.print("stopped" if batch else "the data has ended")
