@@ -270,10 +270,9 @@ def validate(cfg: Config, world: int = 1) -> None:
 
 def unfit(cfg: Config, world: int) -> list[tuple]:
     """What does not fit together: (whether it is so, the flags, what to do)."""
-    try:
-        engine_args = isinstance(json.loads(cfg.engine_args), dict)
-    except ValueError:
-        engine_args = False
+    engine_args = None
+    with contextlib.suppress(ValueError):
+        engine_args = json.loads(cfg.engine_args)
     kind, loss, kl, grouped = cfg.estimator, cfg.loss, cfg.kl_coef != 0, cfg.estimator in GROUP_ESTIMATORS
     evals = bool(cfg.eval_every or cfg.eval_at_start or cfg.eval_only)
     idle, several = kind == "sft" or cfg.train_from, cfg.eval_samples > 1 and cfg.eval_temperature == 0
@@ -307,7 +306,7 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (min(cfg.lora_rank, cfg.lora_alpha) < 0, "lora_rank lora_alpha", "are positive, or 0"),
         (cfg.lora_alpha and not cfg.lora_rank, "lora_alpha lora_rank", "set --lora_rank as well"),
         (cfg.resume and not cfg.out, "resume", "needs --out, the folder of the run to go on with"),
-        (not engine_args, "engine_args", "is not a JSON object, as in '{\"block_size\": 32}'"),
+        (not isinstance(engine_args, dict), "engine_args", "is not a JSON object, as in '{\"block_size\": 32}'"),
         # estimators, losses and corrections that mean nothing together
         (gated and cfg.is_mode != "mask", "is_level is_mode", "a gate over whole sequences: set --is_mode mask"),
         (cfg.dual_clip and not clipped, "dual_clip loss", "that loss has no clip to bound: use ppo"),
