@@ -523,7 +523,7 @@ def training_state(learners: dict) -> dict:
 
     options = StateDictOptions(ignore_frozen_params=True)
     states = {name: get_state_dict(x.replay.model, x.optimizer, options=options) for name, x in learners.items()}
-    return {name: {"model": weights, "optimizer": moments} for name, (weights, moments) in states.items()}
+    return {name: dict(model_state_dict=weights, optim_state_dict=m) for name, (weights, m) in states.items()}
 
 
 class NotWritten(RuntimeError):
@@ -590,9 +590,7 @@ def load_checkpoint(cfg: Config, learners: dict[str, Learner]) -> None:
     state, options = training_state(learners), StateDictOptions(strict=False)  # frozen weights are not in it
     dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
     for name, x in learners.items():
-        weights, moments = state[name]["model"], state[name]["optimizer"]
-        loaded = dict(model_state_dict=weights, optim_state_dict=moments, options=options)
-        set_state_dict(x.replay.model, x.optimizer, **loaded)
+        set_state_dict(x.replay.model, x.optimizer, **state[name], options=options)
         x.scheduler.load_state_dict(newest(cfg)["schedulers"][name])
 
 
