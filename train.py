@@ -732,10 +732,10 @@ class Log:
 
 
 def bounds(cfg: Config) -> dict[str, float]:
-    """The limits on gap/on_version_…; in bfloat16 single tokens differ by much, so the mean and k3 are bounded instead."""
+    """The metrics that are bounded: in bfloat16 single tokens differ by much, so the mean and k3 are instead of the max."""
     if cfg.dtype == "float32":
-        return {"max": cfg.max_gap or 1e-4}
-    return {"mean": cfg.max_gap or 0.02, "k3": (cfg.max_gap or 0.02) / 20}
+        return {"gap/on_version_max": cfg.max_gap or 1e-4}
+    return {"gap/on_version_mean": cfg.max_gap or 0.02, "gap/on_version_k3": (cfg.max_gap or 0.02) / 20}
 
 
 SIGNS = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}  # a nan passes none
@@ -743,9 +743,8 @@ SIGNS = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}  # a nan passes
 
 def gates(cfg: Config, m: dict[str, float]) -> list[tuple]:
     """What scored rows have to show: (invariant, metric, its value, sign, limit, what is wrong where that does not hold)."""
-    gaps = [(f"gap/on_version_{name}", limit) for name, limit in bounds(cfg).items()]
     apart = "--max_gap allows no more: trainer and engine do not compute the same log-probs from the same weights"
-    found = [("policy version", name, m[name], "<=", limit, apart) for name, limit in gaps]
+    found = [("policy version", name, m[name], "<=", limit, apart) for name, limit in bounds(cfg).items()]
     if cfg.replay_experts:
         share, agreed = m["experts/missing"] / max(1.0, m["tokens/sampled"]), m["experts/agreement"]
         lost, other = "so many of the tokens have no expert row", "the trainer's gates choose other experts"
@@ -991,8 +990,8 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
         score(replay, [micro], meter, temperature=1.0)  # prompt log-probs are raw
     seen = meter.local()
     for name, limit in bounds(cfg).items():
-        if not (value := seen[f"gap/on_version_{name}"]) <= limit:
-            found = f"the probe's {name} gap is {value:.3g} at version {version}, --max_gap allows {limit:.3g}"
+        if not (value := seen[name]) <= limit:
+            found = f"the probe's {name} is {value:.3g} at version {version}, --max_gap allows {limit:.3g}"
             raise InvariantError(f"refit: {found}: the engines do not have the trainer's weights; they stay closed")
     return meter
 
