@@ -555,13 +555,14 @@ def atomic(cfg: Config, name: str, part: str = ""):
     faulthandler.cancel_dump_traceback_later()
 
 
-def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, pool: dict | None = None) -> None:
-    """Write `where` (step, version), the pool's ledger and all sharded state; atomic, by renaming a finished folder.
+def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, rollouts=None) -> None:
+    """Write `where` (step, version), the ledger of the pool `rollouts` and all sharded state; atomic, by renaming a finished folder.
 
     In the ledger's terms every prompt before its position is finished, queued (it starts again), ended, or was trained.
     """
     import torch.distributed.checkpoint as dcp
 
+    pool = ray.get(rollouts.snapshot.remote()) if rollouts and dist.get_rank() == 0 else None
     with atomic(cfg, f"checkpoint-{where['step']:06d}") as folder:
         dcp.save(training_state(learners), checkpoint_id=str(folder))
         if dist.get_rank() == 0:
@@ -1224,12 +1225,6 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     return found
 
 
-def save(r: Run, where: dict) -> int:
-    """Write a checkpoint; returns its step."""
-    save_checkpoint(r.cfg, r.learners, where, ray.get(r.rollouts.snapshot.remote()) if dist.get_rank() == 0 else None)
-    return where["step"]
-
-
 def fetch(r: Run, batch: dict, version: int, meter: Meter) -> tuple[list, list]:
     """This rank's rows of a batch: (micro-batches of each minibatch, verified, the Segments that they are packed from)."""
     parts = [p[dist.get_rank()] for p in batch["plan"]]
@@ -1335,8 +1330,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             learnt = meter.reduce(r.control)
             check_mass(learnt)
         except InvariantError as e:
-            saved = ray.get(r.rollouts.save.remote(f"stopped-{step + 1}"))
-            raise InvariantError(f"{e}\nThe batch is in {saved}; --train_from its folder runs it again") from e
+            kept = ray.get(r.rollouts.save.remote(f"stopped-{step + 1}"))
+            raise InvariantError(f"{e}\nThe batch is in {kept}; --train_from its folder runs it again") from e
         if cfg.kl_target:
             rollouts = len(batch["rollouts"])
             cfg.kl_coef = loss.adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts)
@@ -1357,13 +1352,14 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
         better = evaluated and best.get("version") == version
         if better or cfg.save_every and (step + 1) % cfg.save_every == 0:
-            saved = save(r, where)
+            save_checkpoint(cfg, r.learners, where, r.rollouts)
+            saved = step + 1
             r.clock.mark("time/save")
 
     if rank == 0:
         log.close()
     if not cfg.eval_only and saved != where["step"]:
-        save(r, where)
+        save_checkpoint(cfg, r.learners, where, r.rollouts)
     if not (cfg.eval_only or r.stopped):
         folder = export(cfg, policy.replay.model)
         r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
