@@ -1376,10 +1376,7 @@ ENDS = {  # what ends a run before its time: the exit code, and what is said; th
     BadInput: (2, "{cause}"),
     InvariantError: (3, "an invariant failed. {e}"),
     NotWritten: (1, "{e}"),
-    ray.exceptions.RayError: (
-        1,
-        "an actor failed, its log is in {logs}; --resume goes on from the last checkpoint\n{e}",
-    ),
+    ray.exceptions.RayError: (1, "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}"),
     KeyboardInterrupt: (1, "stopped by a signal; --resume --out {out} goes on from its last checkpoint"),
 }
 
