@@ -86,7 +86,7 @@ def test_a_resumed_run_steps_as_the_one_that_went_on(tiny, process_group, tmp_pa
     moved(policy)
     train.save_checkpoint(cfg, {"policy": policy}, {"step": 1})
     names = FileSystemReader(train.checkpoints(cfg.out)[-1]).read_metadata().state_dict_metadata
-    saved = [n for n in names if n.startswith("policy.model.")]
+    saved = [n for n in names if n.startswith("policy.model_state_dict.")]
     assert saved and all("lora_" in n for n in saved) == bool(cfg.lora_rank)
     resumed = build_policy(cfg, "cpu")
     train.load_checkpoint(cfg, {"policy": resumed})
