@@ -249,13 +249,10 @@ def balance_loss(probs: Tensor, mask: Tensor, counts: Tensor, tokens: float) -> 
     return len(counts) * (share.to(mean.dtype) * mean).sum()
 
 
-def counted(weights: Tensor, mask: Tensor, is_denominator: str, per_row: bool = False) -> Tensor:
-    """How many tokens of these rows count in a token mean: `all` action tokens, or those `kept` by the correction.
-
-    A scalar, or [B] per row, to be added up per rollout for `seq_mean`.
-    """
+def counted(weights: Tensor, mask: Tensor, is_denominator: str) -> Tensor:
+    """How many tokens of each row count in a mean: `all` action tokens, or those `kept` by the correction. [B] int64"""
     tokens = mask & (weights != 0) if is_denominator == "kept" else mask  # [B, T]
-    return tokens.sum(1) if per_row else tokens.sum()
+    return tokens.sum(1)
 
 
 def seq_mean(counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -133,22 +133,20 @@ def answers(engines: list, calls: list, limit: float) -> list:
 
     Raises EngineLeft when one is away, else what an engine raised; ActorDiedError when it has died too often.
     """
-    found, left, errors = [], 0, []
-    hung = ray.wait(calls, num_returns=len(calls), timeout=limit)[1] if calls else []
+    found, hung = [], ray.wait(calls, num_returns=len(calls), timeout=limit)[1] if calls else []
     for engine, call in zip(engines, calls):
+        if call in hung:
+            ray.kill(engine, no_restart=False)
         try:
-            if call in hung:
-                ray.kill(engine, no_restart=False)
-            else:
-                found.append(ray.get(call))
-        except ray.exceptions.ActorUnavailableError:
-            left += 1
+            found.append(ray.get(call, timeout=60))
         except ray.exceptions.RayError as e:
-            errors.append(e)
-    if hung or left:
-        raise EngineLeft(f"{left} engines have died and {len(hung)} did not answer within {limit:.0f} s")
-    if errors:
-        raise errors[0]
+            found.append(e)
+    if left := sum(isinstance(x, ray.exceptions.ActorUnavailableError) for x in found):
+        raise EngineLeft(
+            f"{left} engines have died, {len(hung)} of them since they did not answer within {limit:.0f} s"
+        )
+    for error in [x for x in found if isinstance(x, ray.exceptions.RayError)]:
+        raise error
     return found
 
 
@@ -192,14 +190,14 @@ class Refit:
         has died or hangs: then all are started again, so that none goes on with a part of the weights.
         """
         start, self.failed, self.sent, self.pending = time.perf_counter(), None, [], []
-        # without --partial a pause waits for running replies, none of which outlives its episode
-        rebuilt = self.attempt(self.tell, "pause", self.cfg.episode_timeout)
-        self.attempt(self.tell, "begin")
+        limit, reply = self.cfg.refit_timeout, self.cfg.episode_timeout  # without --partial a pause waits for replies
+        rebuilt = self.attempt(ask, self.engines, limit + reply, "pause")
+        self.attempt(ask, self.engines, limit, "begin")
         paused = time.perf_counter() - start
         for bucket in buckets(hf_tensors(self.model, getattr(torch, self.cfg.dtype)), self.cfg.refit_bucket_mb << 20):
             self.attempt(self.send, bucket)  # every rank gathers them to the last, whatever fails
         self.attempt(self.finish)
-        self.attempt(self.tell, "resume", 0.0, version)
+        self.attempt(ask, self.engines, limit, "resume", version)
         if self.failed:
             raise self.failed
         seconds, size = time.perf_counter() - start, sum(n for _, n, _ in self.sent)
@@ -220,10 +218,6 @@ class Refit:
             for engine in self.engines:
                 ray.kill(engine, no_restart=False)
 
-    def tell(self, method: str, more: float = 0.0, *args) -> list:
-        """What the engines answer within --refit_timeout and `more` seconds."""
-        return ask(self.engines, self.cfg.refit_timeout + more, method, *args)
-
     def send(self, bucket: list) -> None:
         flat, meta = pack(bucket)
         # the previous bucket was loaded while this one was gathered
@@ -234,7 +228,7 @@ class Refit:
 
     def finish(self) -> None:
         answers(self.engines, self.pending, self.cfg.refit_timeout)
-        self.verify(self.sent, self.tell("finish"))
+        self.verify(self.sent, ask(self.engines, self.cfg.refit_timeout, "finish"))
 
     def verify(self, sent: list, reports: list) -> None:
         """Compare what was sent with what each worker of each engine handed to its loader."""

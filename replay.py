@@ -82,8 +82,7 @@ def plan(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
         rank = min(range(ranks), key=lambda r: (loads[r], len(dealt[r])))
         dealt[rank].append(micro)
         loads[rank] += len(micro) * lengths[micro[0]]
-    most = max(len(d) for d in dealt)
-    return [d + [[]] * (most - len(d)) for d in dealt]
+    return [d + [[]] * (max(map(len, dealt)) - len(d)) for d in dealt]
 
 
 def pack(segments: list[Segment], rows: list[int], owners: list[int] | None = None) -> MicroBatch:

@@ -283,8 +283,7 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
         reply = await generate(trace.tokens, min(cfg.max_tokens, room), trace.known())
         trace.reply(reply)
         other_ids += chat.encode(chat.tokenizer.decode(reply.tokens)) != reply.tokens.tolist()
-        text = chat.text(reply.tokens)
-        observation, reward, done, info = await call(env.step, text)
+        observation, reward, done, info = await call(env.step, chat.text(reply.tokens))
         result.turn_rewards.append(number(reward, f"{type(env).__name__}.step returned the reward"))
         result.info.update({k: number(v, f"info[{k!r}] is") for k, v in info.items() if k != "rewards"})
         result.rewards.update(info.get("rewards", {}))
@@ -482,7 +481,13 @@ def parser(cfg, chat: Chat):
         if cfg.constrained == "free" or begun or not (req.schema or req.tool_choice == "required"):
             return None
         if req.schema:
-            return {"json": check_schema(req.schema)}
+            import xgrammar
+
+            try:
+                xgrammar.Grammar.from_json_schema(text := json.dumps(req.schema))
+            except Exception as e:  # whatever its parser raises; the engine would call it a fault of its own
+                raise BadRequest(f"the engine can keep to no such JSON schema: {e}") from e
+            return {"json": text}
         tools = [t for t in req.tools if req.forced in ("", t["function"]["name"])]
         asked = calls and tools and ChatCompletionRequest(messages=[], tools=tools, tool_choice="required")
         tag = asked and calls(chat.tokenizer, asked.tools).get_structural_tag(asked)
@@ -517,21 +522,6 @@ def parser(cfg, chat: Chat):
             return None, text, []
 
     return parse, grammar
-
-
-def check_schema(schema: dict) -> str:
-    """A client's JSON schema as text. Raises BadRequest where no grammar can be made of it: the engine would call it a fault."""
-    import xgrammar
-
-    try:
-        xgrammar.Grammar.from_json_schema(text := json.dumps(schema))
-    except Exception as e:  # whatever its parser raises
-        raise BadRequest(f"the engine can keep to no such JSON schema: {e}") from e
-    return text
-
-
-class TooManyFailed(RuntimeError):
-    """More rollouts of a batch failed than --max_failed allows."""
 
 
 @dataclass
@@ -659,7 +649,7 @@ class Rollouts:
 
     async def rollouts(self, tasks: list[Task], at: int, *how) -> list[Rollout]:
         """Runner.rollouts. Ray starts a Runner that died again, and what it played begins anew."""
-        for _ in range(DEATHS + 1):
+        for _ in range(DEATHS):
             outs = self.runners[at % len(self.runners)].rollouts.remote(tasks, at, *how)
             try:
                 return await outs
@@ -667,11 +657,10 @@ class Rollouts:
                 if isinstance(outs, ray.ObjectRef):
                     ray.cancel(outs)
                 raise
-            except ray.exceptions.RayActorError as e:
+            except ray.exceptions.RayActorError:
                 self.counts["groups/rerun"] += 1
-                died = e
                 await asyncio.sleep(1)
-        raise died
+        raise RuntimeError(f"a Runner has died {DEATHS} times while it played one group")
 
     def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
         cfg, tools = self.cfg, row.get("tools") or []
@@ -698,7 +687,7 @@ class Rollouts:
         failed = self.counts["rollouts/failed"]
         if failed > self.cfg.max_failed * self.cfg.prompts * self.cfg.samples:
             told = f"{failed} rollouts of one batch failed, --max_failed {self.cfg.max_failed}; the first:"
-            raise TooManyFailed(f"{told}\n{self.first_error}")
+            raise RuntimeError(f"{told}\n{self.first_error}")
 
     def keep(self, segment: Segment) -> dict:
         """Keep a row, whose arrays stay where Ray has put what the Runner returned; what the plan needs to know of it."""
@@ -939,8 +928,7 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     else:
         cpu = not visible_gpus()
         if not cpu and len(gpus) < need:
-            asked = f"--engines {cfg.engines} × --engine_tp {cfg.engine_tp}"
-            raise BadInput(f"{asked}: the trainer leaves {len(gpus)} GPUs")
+            raise BadInput(f"--engines {cfg.engines} --engine_tp {cfg.engine_tp}: the trainer leaves {len(gpus)} GPUs")
         env["TMPDIR"] = scratch
         local = dict(include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=scratch)
         with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus)):
@@ -955,9 +943,8 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
         where = PlacementGroupSchedulingStrategy(room, i)
         return ray.remote(kind).options(max_concurrency=100_000, scheduling_strategy=where, **size, **how)
 
-    again = dict(max_restarts=-1)
-    engines = [actor(Engine, i, **again).remote(cfg, i, cpu) for i in range(served)]
-    runners = [actor(Runner, served + i, **again).remote(cfg, engines) for i in range(played)]
+    engines = [actor(Engine, i, max_restarts=-1).remote(cfg, i, cpu) for i in range(served)]
+    runners = [actor(Runner, served + i, max_restarts=-1).remote(cfg, engines) for i in range(played)]
     rollouts = actor(Rollouts, served + played, name="rollouts").remote(cfg, rows, runners, least, state)
     return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
 
@@ -978,6 +965,5 @@ def visible_gpus() -> list[str]:
     """Ids of the GPUs that this process may use, without touching CUDA."""
     import torch
 
-    if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [i for i in listed.split(",") if i]
-    return [str(i) for i in range(torch.cuda.device_count())]
+    found = map(str, range(torch.cuda.device_count()))
+    return [i for i in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(found)).split(",") if i]

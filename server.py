@@ -157,8 +157,7 @@ class Chat:
         """
         history = [{"role": role, "content": "?"} for role in (["system"] if system else []) + ["user"]]
         reply = {"role": "assistant", "content": SENTINEL} | ({"reasoning_content": THOUGHT} if reasoned else {})
-        text = self.render([*history, reply, *new], tools)
-        head, *tail = text.split(SENTINEL)
+        head, *tail = self.render([*history, reply, *new], tools).split(SENTINEL)
         if len(tail) != 1:
             raise BadRequest(f"the chat template of --model renders a reply {len(tail)} times instead of once")
         ids = self.encode(tail[0])

@@ -258,6 +258,8 @@ def validate(cfg: Config, world: int = 1) -> None:
     positive += " lr temperature refit_bucket_mb tokens_per_microbatch minibatches max_grad_norm ep keep kl_horizon"
     positive += " engine_timeout refit_timeout save_timeout"
     refused = [(getattr(cfg, name) <= 0, name, "must be positive") for name in positive.split()]
+    zero = "max_lag balance_coef lora_rank lora_alpha"
+    refused += [(not getattr(cfg, name) >= 0, name, "must be positive, or 0 for none") for name in zero.split()]
     for wrong, names, fix in refused + unfit(cfg, world):
         if wrong:
             values = [(name, getattr(cfg, name)) for name in names.split()]
@@ -292,18 +294,15 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (evals != bool(cfg.eval_data), "eval_data", "set it with --eval_every, --eval_at_start or --eval_only"),
         (evals and idle, "eval_data estimator train_from", "without engines nothing can be evaluated"),
         (several, "eval_samples eval_temperature", "greedy samples are all the same: set a temperature"),
-        (cfg.max_lag < 0, "max_lag", "is 0 for strictly on-policy, or positive"),
         (cfg.oversample < 1, "oversample", "must be at least 1"),
         (cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1], "dynamic_sampling", "LO is not below HI"),
         (cfg.partial and not cfg.max_lag, "partial max_lag", "nothing is in flight across a refit: set --max_lag 1"),
         (cfg.stale_kv and not cfg.partial, "stale_kv partial", "nothing is interrupted by a refit: set --partial"),
         (stale, "max_lag is_level", "stale tokens need a correction: --is_level token, --loss dppo or --old behaviour"),
         (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
-        (not cfg.balance_coef >= 0, "balance_coef", "must be positive, or 0 for off"),
         (cfg.is_band[0] > cfg.is_band[1], "is_band", "LO is above HI"),
         (constant != (cfg.loss_length > 0), "loss_agg loss_length", "constant needs a length, the others none"),
         (any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0], "overlong", "0 < BUFFER <= LIMIT, or 0 0"),
-        (min(cfg.lora_rank, cfg.lora_alpha) < 0, "lora_rank lora_alpha", "are positive, or 0"),
         (cfg.lora_alpha and not cfg.lora_rank, "lora_alpha lora_rank", "set --lora_rank as well"),
         (cfg.resume and not cfg.out, "resume", "needs --out, the folder of the run to go on with"),
         (not isinstance(engine_args, dict), "engine_args", "is not a JSON object, as in '{\"block_size\": 32}'"),
@@ -704,7 +703,7 @@ class Log:
         path.write_text("".join(line + "\n" for line in kept))
         self.file = path.open("a", buffering=1)
         (Path(cfg.out) / "config.json").write_text(json.dumps(vars(cfg), indent=1))
-        columns = ["{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("steps", total=cfg.steps, completed=step)
         self.bar.start()
@@ -906,17 +905,12 @@ def value_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, d
     return loss.value_loss(values, micro.values, micro.targets, micro.mask, cfg.value_clip)
 
 
-def row_counts(cfg: Config, micro) -> torch.Tensor:
-    """Tokens of each row that count in a mean: [B] float64."""
-    return loss.counted(micro.weights, micro.mask, cfg.is_denominator, per_row=True).double()
-
-
 def shares(cfg: Config, batch: dict, part: list) -> tuple[torch.Tensor, torch.Tensor]:
     """(weight of a token of each rollout [R], what the weighted tokens are divided by) of one optimizer step, the same on every
     rank: over all ranks and micro-batches, known before the first backward. Divisor 0: there is nothing to learn from."""
-    counts = torch.zeros(len(batch["rollouts"]), dtype=torch.float64)  # [R]
+    counts = torch.zeros(len(batch["rollouts"]), dtype=torch.int64)  # [R]
     for micro in part:
-        counts.index_add_(0, micro.rollout.cpu(), row_counts(cfg, micro).cpu())
+        counts.index_add_(0, micro.rollout.cpu(), loss.counted(micro.weights, micro.mask, cfg.is_denominator).cpu())
     dist.all_reduce(counts)
     if cfg.loss_agg == "seq_mean":
         share, rollouts = loss.seq_mean(counts)
@@ -960,7 +954,7 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, me
                     extra = balance(replay, micro, load)
                     metrics = metrics | {"loss/balance": (extra.detach(), 1 / world / len(part))}
                 ((own + cfg.balance_coef * extra) * world).backward()  # FSDP averages over ranks
-            mass = (row_counts(cfg, micro) * each).sum() / float(total)
+            mass = (loss.counted(micro.weights, micro.mask, cfg.is_denominator) * each.double()).sum() / float(total)
             meter.add(metrics | {title: (own.detach(), 0), f"loss/{name}mass": (mass, 0)})
         meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
         if gate:
@@ -1052,7 +1046,6 @@ def verdict(cfg: Config, console, m: dict[str, float]) -> None:
 
 # ---- the loop
 
-POLL = 2.0  # seconds between looks at the engines while the pool is awaited
 PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
 
 
@@ -1078,8 +1071,7 @@ class Run:
 
 
 def from_rank_0(control, value=None):
-    box = [value]
-    dist.broadcast_object_list(box, group=control)
+    dist.broadcast_object_list(box := [value], group=control)
     return box[0]
 
 
@@ -1137,7 +1129,7 @@ def listen(r: Run) -> None:
 def watch(r: Run, call):
     """Rank 0: what `call` of the pool returns, or before that "stop" after a signal, or "engine" when one has come back."""
     while not r.stopped:
-        if ray.wait([call], timeout=POLL)[0]:
+        if ray.wait([call], timeout=2)[0]:
             return ray.get(call)
         with contextlib.suppress(EngineLeft):  # Ray is starting it
             if not all(ask(r.engines, r.cfg.engine_timeout, "joined")):
@@ -1204,7 +1196,7 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     cfg, n, found = r.cfg, r.cfg.eval_samples, {}
     rows = load_rows(cfg.eval_data, cfg.prompt_key)
     if (outs := awaited(r, version, "evaluate", rows)) == "stop":
-        return {}
+        return found
     if (seen := set().union(*(out["versions"] for out in outs))) - {version}:
         raise InvariantError(f"policy version: an evaluation of version {version} has tokens of {sorted(seen)}")
     rewards, sources = [[] for _ in rows], [str(row.get("data_source") or "") for row in rows]
@@ -1278,16 +1270,17 @@ def times(r: Run, tokens: int) -> dict[str, float]:
     step, idle, work = sum(spans.values()), spans.get("time/generate", 0.0), float(np.mean(busy or [0.0]))
     peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     found = {"time/step": step, "time/trainer_idle": idle, "time/engine_idle": step - work, "memory/peak_gb": peak}
-    overlap = max(work, spans.get("time/train", 0.0)) / step
-    return spans | found | {"perf/overlap": overlap, "perf/tokens_per_second": tokens / step}
+    found |= {"perf/tokens_per_second": tokens / step, "perf/overlap": max(work, spans.get("time/train", 0.0)) / step}
+    return spans | found
 
 
 def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: list) -> None:
     """The line of a step, every now and then one of its rollouts, and the first failure of one."""
     metrics |= times(r, metrics["tokens/trained"] + metrics["tokens/context"])
     if r.cfg.estimator == "sft":  # nothing was sampled
-        sampled = "reward/", "gap/", "lag/", "is/", "advantage/"
-        metrics = {k: v for k, v in metrics.items() if not k.startswith(sampled)}
+        metrics = {
+            k: v for k, v in metrics.items() if k.split("/")[0] not in ("reward", "gap", "lag", "is", "advantage")
+        }
     log.write(metrics)
     if segments and r.cfg.show_every and (metrics["step"] - 1) % r.cfg.show_every == 0:
         show(r.console, r.chat, segments[0])
@@ -1303,16 +1296,16 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         cfg.kl_coef = where["kl_coef"]
     r = start(cfg, rows, where)
     cfg, version, rank, policy = r.cfg, where["version"], dist.get_rank(), r.learners["policy"]
-    saved = where["step"] if cfg.resume else -1
+    saved, batch = where["step"] if cfg.resume else -1, None
     prove(r, version)
     listen(r)
     log, best = Log(cfg, r.console, where["step"]) if rank == 0 else None, where["best"]
     if cfg.eval_at_start or cfg.eval_only:
-        known = best if cfg.resume else {}  # of the start of a fresh run there is no checkpoint
-        found = {"step": where["step"], "version": version} | evaluate(r, version, where["step"], known)
+        # of the start of a fresh run there is no checkpoint, which could be the best
+        found = evaluate(r, version, where["step"], best if cfg.resume else {})
         r.clock.mark("time/eval")
         if rank == 0:
-            log.write(found | times(r, 0))
+            log.write({"step": where["step"], "version": version} | found | times(r, 0))
 
     for step in range(where["step"], 0 if cfg.eval_only else cfg.steps):
         batch = awaited(r, version, "next_batch")
@@ -1350,8 +1343,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tell(r, log, metrics, batch, segments)
         where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
-        better = evaluated and best.get("version") == version
-        if better or cfg.save_every and (step + 1) % cfg.save_every == 0:
+        if evaluated and best.get("version") == version or cfg.save_every and (step + 1) % cfg.save_every == 0:
             save_checkpoint(cfg, r.learners, where, r.rollouts)
             saved = step + 1
             r.clock.mark("time/save")
@@ -1360,15 +1352,14 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         log.close()
     if not cfg.eval_only and saved != where["step"]:
         save_checkpoint(cfg, r.learners, where, r.rollouts)
-    if not (cfg.eval_only or r.stopped):
-        folder = export(cfg, policy.replay.model)
-        r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {folder}")
+    if not cfg.eval_only and batch != "stop":
+        r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {export(cfg, policy.replay.model)}")
     dist.barrier()
     dist.destroy_process_group()
     ray.shutdown()
     if rank == 0:
         shutil.rmtree(r.scratch, ignore_errors=True)
-    if r.stopped:
+    if batch == "stop":
         raise KeyboardInterrupt
 
 

@@ -173,11 +173,11 @@ def test_worked_gradients(gate, expected):
 def test_aggregate_is_the_sum_over_action_tokens_by_the_denominator():
     losses, mask = torch.arange(1.0, 7.0).view(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     ones = torch.ones_like(losses)
-    assert aggregate(losses, ones, mask, counted(ones, mask, "all")) == torch.tensor(3.6)  # token mean
+    assert aggregate(losses, ones, mask, counted(ones, mask, "all").sum()) == torch.tensor(3.6)  # token mean
     assert aggregate(losses, ones, mask, 4 * 2) == 18 / 8  # constant: loss length 4, two rollouts
     weights = torch.tensor([[0.5, 0, 9], [0, 2, 1]])
-    assert aggregate(losses, weights, mask, counted(weights, mask, "kept")) == torch.tensor(16.5 / 3)
-    assert aggregate(losses, weights, mask, counted(weights, mask, "all")) == torch.tensor(16.5 / 5)
+    assert aggregate(losses, weights, mask, counted(weights, mask, "kept").sum()) == torch.tensor(16.5 / 3)
+    assert aggregate(losses, weights, mask, counted(weights, mask, "all").sum()) == torch.tensor(16.5 / 5)
 
 
 @pytest.mark.parametrize("level, mode, band", CORRECTIONS)
@@ -308,7 +308,7 @@ def one_step(seed):
 @pytest.mark.parametrize("kept", ["all", "kept"])
 def test_the_gradient_does_not_depend_on_micro_batches_or_filler_rows(gate, kept):
     rows = one_step(seed=1)
-    n = counted(correction(rows[1], rows[2], rows[4], *gate)[0], rows[4], kept)
+    n = counted(correction(rows[1], rows[2], rows[4], *gate)[0], rows[4], kept).sum()
     whole = by_micro_batches(rows, CLIPS[1], gate, [0, 12], lambda weights, mask: n)
     for cuts in ([0, 6, 12], [0, 1, 4, 5, 12], list(range(13))):
         assert close(by_micro_batches(rows, CLIPS[1], gate, cuts, lambda weights, mask: n), whole, 1e-6)
@@ -454,7 +454,7 @@ def test_planted_denominator_of_kept_tokens_for_all_is_seen():
     rows, gate = one_step(seed=1), CORRECTIONS[1]
     weights, _ = correction(rows[1], rows[2], rows[4], *gate)
     losses, _ = ppo(*rows[:2], *rows[3:], CLIPS[1])
-    values = [aggregate(losses, weights, rows[4], counted(weights, rows[4], name)) for name in ("all", "kept")]
+    values = [aggregate(losses, weights, rows[4], counted(weights, rows[4], name).sum()) for name in ("all", "kept")]
     want = sum(a * w for _, row in active(losses, weights, rows[4]) for _, a, w in row)
     assert close(values[0], want / rows[4].sum(), 1e-6) and close(values[1], want / (weights > 0).sum(), 1e-6)
     assert not close(values[0], values[1], 1e-3)

@@ -286,7 +286,7 @@ def owner(index):
 def counts_of(gate, kept, rows, index):
     _, old, behaviour, _, mask = [r[index] for r in rows]
     weights, _ = correction(old, behaviour, mask, *gate)
-    return torch.zeros(8).long().index_add(0, owner(index), counted(weights, mask, kept, per_row=True))
+    return torch.zeros(8).long().index_add(0, owner(index), counted(weights, mask, kept))
 
 
 def whole_step(name, cfg, agg, gate, kept, parts, counts_for=None):
@@ -346,9 +346,9 @@ def test_seq_mean_is_the_mean_over_rollouts_of_the_token_mean(kept):
 def test_worked_values_of_the_aggregations():
     losses, mask = torch.arange(1.0, 7.0).view(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     ones = torch.ones_like(losses)
-    share, rollouts = seq_mean(counted(ones, mask, "all", per_row=True))
+    share, rollouts = seq_mean(counted(ones, mask, "all"))
     assert aggregate(losses, ones * share[:, None], mask, rollouts) == pytest.approx(3.25)
-    assert aggregate(losses, ones, mask, counted(ones, mask, "all")) == pytest.approx(3.6)
+    assert aggregate(losses, ones, mask, counted(ones, mask, "all").sum()) == pytest.approx(3.6)
 
 
 def test_the_shares_of_a_step_add_up_to_one():

@@ -21,7 +21,6 @@ from rollout import (
     Rollout,
     Rollouts,
     Runner,
-    TooManyFailed,
     launch,
     load_rows,
     order,
@@ -328,7 +327,7 @@ def test_a_group_that_fails_twice_is_lost_counted_and_replaced():
 
 
 def test_a_batch_with_too_many_failures_stops_with_the_first_traceback():
-    with pytest.raises(TooManyFailed, match="(?s)--max_failed 0.5.*boom"):
+    with pytest.raises(RuntimeError, match="(?s)--max_failed 0.5.*boom"):
         drain(pool(50, FakeRunner(2, fails=lambda group, attempt, i: group % 4 > 0)))
 
 
