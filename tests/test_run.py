@@ -10,8 +10,7 @@ import time
 
 import pytest
 import torch
-
-from rollout import read_batch
+from faults import descendants
 
 pytestmark = pytest.mark.e2e
 QUICK = ["--prompts", "4", "--samples", "4", "--show_every", "0"]
@@ -304,36 +303,6 @@ def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(t
     assert float(state[step]) == 12  # AdamW counted both minibatches of every step, before the kill and after
 
 
-def test_a_killed_runner_comes_back_and_what_it_played_begins_anew(tmp_path, tiny):
-    out = tmp_path / "run"
-    flags = [*QUICK, "--model", f"{tiny}/dense", "--agent", "tests/talker.py", "--max_gap", 1e-5, "--steps", 12]
-    process = start(*flags, "--max_tokens", 120, "--max_context", 512, "--save_rollouts", "--out", out)
-    for step in (1, 4):  # killed twice
-        while len(metrics(out)) < step:
-            assert process.poll() is None, process.communicate()[0][-3000:]
-            time.sleep(0.1)
-        names = {pid: open(f"/proc/{pid}/cmdline").read() for pid in descendants(process.pid)}
-        (runner,) = [pid for pid, name in names.items() if name.startswith("ray::Runner")]
-        os.kill(runner, signal.SIGKILL)
-    code, text = finish(process)
-    assert code == 0, text[-3000:]
-    rows = metrics(out)
-    assert len(rows) == 12 and sum(r["groups/rerun"] for r in rows) > 0
-    assert all(r["rollouts/finished"] == 16 and r["rollouts/failed"] == 0 for r in rows)
-    batches = [read_batch(path)[0] for path in sorted(out.glob("rollouts/*.jsonl"))]
-    assert [sorted({r["group"] for r in b["rollouts"]}) for b in batches] == [
-        list(range(i, i + 4)) for i in range(0, 48, 4)
-    ]
-
-
-def descendants(pid):
-    """Process ids below `pid`."""
-    found = []
-    for child in open(f"/proc/{pid}/task/{pid}/children").read().split():
-        found += [int(child), *descendants(int(child))]
-    return found
-
-
 @pytest.mark.parametrize(
     "bug,words", [("temperature", "policy version: gap/on_version_max"), ("weights", "refit: the probe")]
 )
@@ -345,7 +314,6 @@ def test_planted_in_a_real_run_the_gate_ends_it_with_code_3(tmp_path, bug, words
 
 
 def test_planted_a_refit_without_a_pause_ends_a_run_that_overlaps(tmp_path, tiny):
-    """vLLM dies of it, or its tokens do not agree."""
     flags = [
         "--model",
         f"{tiny}/dense",
@@ -360,7 +328,7 @@ def test_planted_a_refit_without_a_pause_ends_a_run_that_overlaps(tmp_path, tiny
     flags += ["--max_tokens", 120, "--max_context", 512, "--steps", 6, "--out", tmp_path / "run"]
     code, text = finish(start("no pause", *QUICK, *flags, script=("tests/planted.py",)))
     assert code == 3 and "instar: an invariant failed. " in text, text[-3000:]
-    assert "refit: an engine did not take" in text or "policy version: gap/on_version" in text, text[-3000:]
+    assert "refit: an engine did not take" in text and "it is not paused" in text, text[-3000:]
 
 
 def test_an_agent_that_always_raises_ends_the_run_with_code_1_and_its_traceback(tmp_path):
