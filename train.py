@@ -35,7 +35,9 @@ from typing import Any, Literal
 from unittest import mock
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
-os.environ.setdefault("RAY_worker_niceness", "0")  # else engines yield the CPU to everything, to imports first
+# else engines yield the CPU to everything, to imports first; else Ray ends what would free the shared memory of a dead engine
+for name in ("worker_niceness", "process_group_cleanup_enabled", "kill_child_processes_on_worker_exit"):
+    os.environ.setdefault(f"RAY_{name}", "0")
 
 import numpy as np
 import ray

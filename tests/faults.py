@@ -9,6 +9,7 @@ refit (its first bucket is to be sent), checkpoint (its folder is open). The las
 <out>/faults.jsonl has the time of each kill and of each step's end.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -26,12 +27,13 @@ NAMES = {"engine": "ray::Engine", "core": "VLLM::EngineCore", "runner": "ray::Ru
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`."""
-    try:
-        own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [found for child in own for found in (child, *descendants(child))]
+    """Process ids below `pid`, whichever of its threads started them."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
 
 
 def find(who: str, top: int) -> int:
