@@ -248,6 +248,8 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: vLLM's core outlives a killed engine otherwise
+
     @dataclass
     class Init(base.WeightTransferInitInfo):
         host: str
@@ -270,9 +272,6 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
         init_info_cls, update_info_cls = Init, Bucket
 
         def init_transfer_engine(self, init: Init) -> None:
-            ctypes.CDLL(None).prctl(
-                1, signal.SIGKILL
-            )  # PR_SET_PDEATHSIG: vLLM's core outlives a killed engine otherwise
             self.group = group(**vars(init) | {"rank": init.rank + self.parallel_config.rank})
 
         def start_weight_update(self) -> None:

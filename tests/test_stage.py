@@ -188,6 +188,16 @@ def test_planted_a_cache_that_could_not_be_emptied_ends_the_refit(dense):
         dense.reset()
 
 
+def test_planted_a_refit_while_requests_run_without_a_pause(dense):
+    dense.ask("plant", "no pause")
+    try:
+        with pytest.raises(InvariantError, match="(?s)^refit: .*it is not paused, so requests would run"):
+            dense.molt()
+    finally:
+        dense.ask("heal")
+        dense.reset()
+
+
 def test_a_stop_string_ends_a_reply_and_its_ids_stay(dense):
     reply = ray.get(dense.engine.generate.remote("stopped", [5, 6, 7], 300, 0, 1.0, list("aeiou")))
     text, before = dense.chat.tokenizer.decode(reply.tokens), dense.chat.tokenizer.decode(reply.tokens[:-1])
