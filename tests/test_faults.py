@@ -31,9 +31,8 @@ def traces(monkeypatch):
     """Marks what is started; after the test nothing of it may be left: no process (so no port), no shared memory, no socket."""
     mark, before = uuid.uuid4().hex, {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
     monkeypatch.setenv("INSTAR_TEST", mark)
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # Ray's agent waits so long, by default a minute
     yield
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90  # of a head that was killed Ray's agent waits for a minute
     while left := marked(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
