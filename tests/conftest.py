@@ -199,7 +199,7 @@ class Stage:
         still = SimpleNamespace(step=lambda: None)
         policy = dataclasses.replace(self.policy, optimizer=optimizer or Keep(), scheduler=still)
         pool = SimpleNamespace(fetch=SimpleNamespace(remote=lambda ids: ray.put([segments[i] for i in ids])))
-        r = train.Run(cfg, "cpu", None, None, None, {"policy": policy}, None, self.chat, pool, [], self.refit)
+        r = train.Run(cfg, "cpu", None, None, None, {"policy": policy}, None, self.chat, pool, [], "", self.refit)
         train.deal(cfg, batch, 1)
         meter = train.Meter()
         parts, _ = train.fetch(r, batch, self.version, meter)
