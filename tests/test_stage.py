@@ -117,7 +117,7 @@ def interrupted(stage, name, prompt, tokens=200):
     """Replies to one prompt of which a refit to weights that have moved finds some running."""
     refs = [stage.engine.generate.remote(f"{name}-{i}", prompt, tokens, 0, 1.0) for i in range(8)]
     while not stage.ask("running"):  # a reply of 200 tokens takes half a second or less
-        assert not ray.wait(refs, num_returns=len(refs), timeout=0)[1] == []
+        assert ray.wait(refs, num_returns=len(refs), timeout=0)[1]
     stage.learn(scale=0.3)
     stage.molt()
     return ray.get(refs, timeout=60)
