@@ -126,17 +126,22 @@ def unchain(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return x.gather(1, batch.after).masked_fill(~batch.mask, 0.0)
 
 
-def scan(x: torch.Tensor, factor: float) -> torch.Tensor:
+def scan(x: torch.Tensor, factor: float, block: int = 32) -> torch.Tensor:
     """y_j = x_j + factor·y_{j-1} along the last dimension, factor in [0, 1]: [..., T] -> [..., T].
 
-    By doubling: before a round an entry has the terms of the `reach` entries up to itself, after it of twice as many. A
-    power that underflows is a term that has no weight: nothing is divided by it.
+    One matrix product with the powers of the factor per block, then the same over the ends of the blocks. A power that
+    underflows is a term that has no weight: nothing is divided by it.
     """
-    reach = 1
-    while reach < x.shape[-1]:
-        x = x + factor**reach * torch.nn.functional.pad(x, (reach, -reach))  # [..., T]
-        reach *= 2
-    return x
+    steps = torch.arange(min(x.shape[-1], block))  # [t]
+    powers = (factor ** (steps - steps[:, None]).clamp(min=0).to(x)).triu()  # [t, t]
+    if x.shape[-1] <= block:
+        return x @ powers
+    blocks = -(-x.shape[-1] // block)
+    padded = torch.nn.functional.pad(x, (0, blocks * block - x.shape[-1]))
+    inside = padded.unflatten(-1, (blocks, block)) @ powers  # [..., blocks, block]
+    ends = scan(inside[..., -1], factor**block, block)  # [..., blocks]
+    before = torch.nn.functional.pad(ends, (1, -1))[..., None]  # [..., blocks, 1]
+    return inside.addcmul(before, factor * powers[0]).flatten(-2)[..., : x.shape[-1]]
 
 
 def chain_rewards(batch: Batch, cfg) -> torch.Tensor:
