@@ -283,5 +283,5 @@ class Replay:
         found = getattr(out, "logits", out)  # [N, C]
         full = found.new_zeros((*micro.mask.shape, found.shape[-1]))
         full[predicts] = found  # [B, T, C]
-        own = full.roll(1, 1)  # back to the token's own position
-        return own.masked_fill(~micro.mask[..., None], 0.0).unbind(-1)
+        # back to the token's own position
+        return full.roll(1, 1).masked_fill(~micro.mask[..., None], 0.0).unbind(-1)

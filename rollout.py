@@ -777,8 +777,8 @@ class Rollouts:
     def snapshot(self) -> dict:
         """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
         again = [Group(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
-        untrained = [*self.handed, *self.groups.values()]  # a run may end between a batch and its training
-        finished = {g.id: replace(g, task=None) for g in untrained if g.rollouts}
+        # a run may end between a batch and its training
+        finished = {g.id: replace(g, task=None) for g in [*self.handed, *self.groups.values()] if g.rollouts}
         where = {name: getattr(self, name) for name in ("version", "position", "batches", "next_row")}
         where["batches"] -= bool(self.handed)
         return where | {"queue": again + self.queue, "groups": finished, "store": self.store, "ended": self.ended}

@@ -985,9 +985,8 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
         micro = pack([row], [0]).to(compute_device(replay.model))
         micro.version = version
         score(replay, [micro], meter, temperature=1.0)  # prompt log-probs are raw
-    seen = meter.local()
     for name, limit in bounds(cfg).items():
-        if not (value := seen[name]) <= limit:
+        if not (value := meter.local()[name]) <= limit:
             found = f"the probe's {name} is {value:.3g} at version {version}, --max_gap allows {limit:.3g}"
             raise InvariantError(f"refit: {found}: the engines do not have the trainer's weights; they stay closed")
     return meter
