@@ -3,7 +3,8 @@
 Trainer rank 0 and every engine worker (tensor-parallel ranks too) share one broadcast group, gloo on CPU and nccl on GPU, on a
 port that the system chose. A refit pauses the engines, sends buckets of named tensors under their Hugging Face names, compares
 what each worker handed to its loader with what was sent, and only then moves the version. Each bucket carries a checksum.
-A failure raises `InvariantError` and leaves the engines paused, so no token is sampled from half-updated weights.
+What was loaded wrongly raises `InvariantError` and leaves the engines paused; where one has died or hangs all are started again, and the
+caller repeats the refit. Either way no token is sampled from half-updated weights.
 
 The probe, the first request after a refit, is in train.py, since it needs the trainer's forward. Nothing here knows of rollouts.
 

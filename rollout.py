@@ -477,6 +477,7 @@ def parser(cfg, chat: Chat):
         reasoning = known if "<think>" in template else "none"
 
     def grammar(req: Request) -> dict | None:
+        """Raises BadRequest for a schema of which no grammar can be made."""
         # where the prompt begins a thought, the thought is not to be JSON
         if cfg.constrained == "free" or begun or not (req.schema or req.tool_choice == "required"):
             return None
