@@ -56,7 +56,7 @@ def main(rounds: int, folder: Path, flags: list[str]) -> None:
             if ended or time.monotonic() > deadline:
                 sys.exit(f"round {i}: no step was taken after {before}")
             time.sleep(0.02)
-        time.sleep(random.random())
+        time.sleep(0.4 * random.random())  # some five steps at most, where the test has 24 for each round
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         halves += bool(list(killed.glob("*.tmp")))
