@@ -143,9 +143,7 @@ def answers(engines: list, calls: list, limit: float) -> list:
         except ray.exceptions.RayError as e:
             found.append(e)
     if left := sum(isinstance(x, ray.exceptions.ActorUnavailableError) for x in found):
-        raise EngineLeft(
-            f"{left} engines have died, {len(hung)} of them since they did not answer within {limit:.0f} s"
-        )
+        raise EngineLeft(f"{left} engines died, {len(hung)} of them as they did not answer within {limit:.0f} s")
     for error in [x for x in found if isinstance(x, ray.exceptions.RayError)]:
         raise error
     return found

@@ -1158,9 +1158,11 @@ def molt(r: Run, version: int) -> dict:
         if (tries := tries + 1) > DEATHS:
             raise RuntimeError(f"engines have died in {DEATHS} refits, one after the other")
         from_rank_0(r.control, r.refit.connect())
-        with contextlib.suppress(EngineLeft):  # on rank 0; the others have sent all there was to send
+        try:
             metrics = r.refit(version)
             scores = ask(r.engines, r.cfg.engine_timeout, "score", r.probe)
+        except EngineLeft as e:  # on rank 0; the others have sent all there was to send
+            r.console.print(f"the engines start again amid a refit (--refit_timeout {r.cfg.refit_timeout}): {e}")
         scores = from_rank_0(r.control, scores)
     seen = probe(r.cfg, r.learners["policy"].replay, scores, r.probe, version)
     with contextlib.suppress(EngineLeft):  # whoever waits for a batch will see
@@ -1279,9 +1281,8 @@ def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: lis
     """The line of a step, every now and then one of its rollouts, and the first failure of one."""
     metrics |= times(r, metrics["tokens/trained"] + metrics["tokens/context"])
     if r.cfg.estimator == "sft":  # nothing was sampled
-        metrics = {
-            k: v for k, v in metrics.items() if k.split("/")[0] not in ("reward", "gap", "lag", "is", "advantage")
-        }
+        unknown = "reward", "gap", "lag", "is", "advantage"
+        metrics = {k: v for k, v in metrics.items() if k.split("/")[0] not in unknown}
     log.write(metrics)
     if segments and r.cfg.show_every and (metrics["step"] - 1) % r.cfg.show_every == 0:
         show(r.console, r.chat, segments[0])
@@ -1369,14 +1370,14 @@ ENDS = {  # what ends a run before its time: the exit code, and what is said; th
     InvariantError: (3, "an invariant failed. {e}"),
     NotWritten: (1, "{e}"),
     ray.exceptions.RayError: (1, "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}"),
-    KeyboardInterrupt: (1, "stopped by a signal; --resume --out {out} goes on from its last checkpoint"),
+    KeyboardInterrupt: (1, "stopped by a signal; if there is a checkpoint, --resume --out {out} goes on from it"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, run; returns the exit code."""
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ.update({k: v for k, v in alone.items() if k not in os.environ})  # without torchrun: one rank
+    os.environ.update(alone | os.environ)  # without torchrun: one rank
     rank = int(os.environ["RANK"])
     try:
         cfg = parse(argv, rank)

@@ -5,7 +5,8 @@
 kill (SIGKILL), stop (SIGSTOP), or of rank 0 itself: full (no file grows over 100 kB any more), hang (for ever).
 
 who: engine, core (vLLM's process below it), runner, pool, rank0, rank1. when: idle (the trainer learns), decode (it waits for a batch),
-refit (its first bucket is to be sent), checkpoint (its folder is open). The last number: at which of these moments, from 1.
+refit (its first bucket is to be sent), recovery (the same, of a refit that is repeated since an engine has died), checkpoint (its
+folder is open). The last number: at which of these moments, from 1.
 <out>/faults.jsonl has the time of each kill and of each step's end.
 """
 
@@ -96,7 +97,7 @@ def main() -> int:
     import train
 
     argv = sys.argv[2:]
-    faults, calls = Faults(sys.argv[1], Path(argv[argv.index("--out") + 1])), set()
+    faults, calls, versions = Faults(sys.argv[1], Path(argv[argv.index("--out") + 1])), set(), []
 
     def decode(r, call) -> None:
         if call not in calls:  # it is called again for the same batch when an engine has come back
@@ -105,10 +106,11 @@ def main() -> int:
 
     def sent(mover, bucket) -> None:
         if not mover.sent:  # the engines wait for the first one
-            faults.moment("refit")
+            faults.moment("recovery" if versions.count(versions[-1]) > 1 else "refit")
 
     before(train, "update", lambda *_: faults.moment("idle"))
     before(train, "watch", decode)
+    before(refit.Refit, "__call__", lambda _, version: versions.append(version))
     before(refit.Refit, "send", sent)
     before(train, "training_state", lambda *_: faults.moment("checkpoint"))
     before(train.Log, "write", lambda log, m: faults.note(step=m["step"]))
