@@ -1040,7 +1040,7 @@ def verdict(cfg: Config, console, m: dict[str, float]) -> None:
     refit = "refit", "probe gap, first refit", m["refit/probe_gap"], "<=", max(bounds(cfg).values()), ""
     table = Table("invariant", "measured", "value", "threshold", "verdict")
     for invariant, metric, value, sign, limit, _ in [identity, *gates(cfg, m), refit]:
-        word = "[green]PASS" if SIGNS[sign](value, limit) else "[red]FAIL"
+        word = Text("PASS", "green") if SIGNS[sign](value, limit) else Text("FAIL", "red")
         table.add_row(invariant, metric, f"{value:.2e}", f"{sign} {limit:.2e}", word)
     console.print(table)
 
@@ -1102,8 +1102,9 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     reference = build_reference(cfg, device) if cfg.ref_model else None
     if cfg.resume:
         load_checkpoint(cfg, learners)
-    chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
-    r = Run(cfg, device, control, clock, Console(quiet=rank > 0), learners, reference, chat, rollouts, engines, scratch)
+    # no markup: a traceback, or the name of a data source, may look like some
+    chat, console = Chat(AutoTokenizer.from_pretrained(cfg.model)), Console(quiet=rank > 0, markup=False)
+    r = Run(cfg, device, control, clock, console, learners, reference, chat, rollouts, engines, scratch)
     clock.mark("time/start_trainer")
     if cfg.estimator != "sft" and not cfg.train_from:
         host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
@@ -1162,7 +1163,7 @@ def molt(r: Run, version: int) -> dict:
             metrics = r.refit(version)
             scores = ask(r.engines, r.cfg.engine_timeout, "score", r.probe)
         except EngineLeft as e:  # on rank 0; the others have sent all there was to send
-            r.console.print(f"the engines start again amid a refit (--refit_timeout {r.cfg.refit_timeout}): {e}")
+            r.console.print(f"a refit begins anew (--refit_timeout {r.cfg.refit_timeout}): {e}", style="red")
         scores = from_rank_0(r.control, scores)
     seen = probe(r.cfg, r.learners["policy"].replay, scores, r.probe, version)
     with contextlib.suppress(EngineLeft):  # whoever waits for a batch will see
@@ -1288,7 +1289,7 @@ def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: lis
         show(r.console, r.chat, segments[0])
     if batch["first_error"] and not log.shown_error:
         log.shown_error = True
-        r.console.print(f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red", markup=False)
+        r.console.print(f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red")
 
 
 def run(cfg: Config, rows: list[dict] | None) -> None:
