@@ -35,7 +35,7 @@ from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, dige
 from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
-DEATHS = 5  # of Runners or Engines for one group or one batch, before the run ends
+DEATHS, RUNNER_DEATHS = 5, 20  # of Engines during one batch, of Runners during one group, before the run ends
 PLACE_TIMEOUT = 60  # seconds in which a cluster has to have room for all actors
 
 
@@ -650,7 +650,7 @@ class Rollouts:
 
     async def rollouts(self, tasks: list[Task], at: int, *how) -> list[Rollout]:
         """Runner.rollouts. Ray starts a Runner that died again, and what it played begins anew."""
-        for _ in range(DEATHS):
+        for _ in range(RUNNER_DEATHS):
             outs = self.runners[at % len(self.runners)].rollouts.remote(tasks, at, *how)
             try:
                 return await outs
@@ -661,7 +661,7 @@ class Rollouts:
             except ray.exceptions.RayActorError:
                 self.counts["groups/rerun"] += 1
                 await asyncio.sleep(1)
-        raise RuntimeError(f"a Runner has died {DEATHS} times while it played one group")
+        raise RuntimeError(f"a Runner has died {RUNNER_DEATHS} times while it played one group")
 
     def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
         cfg, tools = self.cfg, row.get("tools") or []

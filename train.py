@@ -514,8 +514,8 @@ def clip_gradients(cfg: Config, replay: Replay, mesh) -> float:
 
 
 def checkpoints(out: str) -> list[Path]:
-    """Whole checkpoints in `out`, oldest first; a half-written one still has its .tmp name."""
-    return sorted(p for p in Path(out).glob("checkpoint-*") if not p.name.endswith(".tmp"))
+    """Whole checkpoints in `out`, oldest first; a half-written one has another name."""
+    return sorted(Path(out).glob("checkpoint-*"))
 
 
 def training_state(learners: dict) -> dict:
@@ -534,10 +534,11 @@ class NotWritten(RuntimeError):
 @contextlib.contextmanager
 def atomic(cfg: Config, name: str, part: str = ""):
     """A path under which all ranks write the folder `name` of --out, or of it a `part` to keep; it is there when it is complete.
+    What a kill leaves behind is <out>/unfinished, until the next one is written.
 
     Raises NotWritten. After --save_timeout seconds it prints the stacks and ends the process.
     """
-    folder, temporary = Path(cfg.out, name), Path(cfg.out, name + ".tmp")
+    folder, temporary = Path(cfg.out, name), Path(cfg.out, "unfinished")
     faulthandler.dump_traceback_later(cfg.save_timeout, exit=True)
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -700,7 +701,7 @@ class Log:
     def __init__(self, cfg: Config, console: Console, step: int):
         self.console, self.shown_error, self.wandb = console, False, None
         path = Path(cfg.out) / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # a full disk may have cut the last one
         kept = [line for line in lines if json.loads(line)["step"] <= step]  # later ones will be run again
         path.write_text("".join(line + "\n" for line in kept))
         self.file = path.open("a", buffering=1)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -180,7 +181,7 @@ def test_a_checkpoint_that_hangs_or_finds_no_room_ends_the_run_and_the_last_one_
     out = shutil.copytree(first, tmp_path / "run")
     code, text = finish(start(plan, *how, "--out", out, *flags, script=("tests/faults.py",)), timeout=120)
     assert code == 1 and told in text, text[-3000:]
-    assert [p.name for p in out.glob("checkpoint-*") if not p.name.endswith(".tmp")] == ["checkpoint-000002"]
+    assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-000002"]
     code, text = finish(start(*how, "--out", out))
     assert code == 0 and [r["step"] for r in metrics(out)] == [1, 2, 3, 4], text[-3000:]
 
@@ -196,6 +197,9 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path,
     logs = "".join((tmp_path / f"{name}.log").read_text()[-1500:] for name in ("whole", "killed"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     print(done.stdout)
+    assert (
+        int(re.search(r"from (\d+) steps", done.stdout)[1]) >= rounds / 2
+    )  # it was not killed at one place again and again
 
     def ledger(name):
         (newest,) = (tmp_path / name).glob(f"checkpoint-{24 * rounds:06d}/run.json")
@@ -233,7 +237,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path, learner):
 
 @pytest.mark.slow
 def test_half_an_hour_of_random_faults_leaves_memory_handles_and_objects_flat(tmp_path, tiny, traces):
-    """SOAK_MINUTES sets another time. A Runner dies every ten seconds or so, an engine or its core every minute."""
+    """SOAK_MINUTES sets another time. A Runner dies every ten seconds or so, an engine or its core every 90."""
     out, minutes = tmp_path / "run", float(os.environ.get("SOAK_MINUTES", "30"))
     how = [*FLAGS[:-5], "--model", f"{tiny}/dense", "--out", out, "--max_lag", 1, "--is_level", "token", "--engines", 2]
     how += ["--runners", 2, "--save_every", 20, "--engine_timeout", 60, "--steps", 100_000]
@@ -246,7 +250,7 @@ def test_half_an_hour_of_random_faults_leaves_memory_handles_and_objects_flat(tm
         time.sleep(dice.uniform(5, 15))
         assert process.poll() is None, process.communicate()[0][-3000:]
         who = "runner"
-        if time.time() - last > 60:
+        if time.time() - last > 90:
             who, last = dice.choice(["engine", "core"]), time.time()
         with contextlib.suppress(LookupError, ProcessLookupError):  # it is being started
             os.kill(faults.find(who, process.pid), signal.SIGKILL)

@@ -276,13 +276,13 @@ def test_minibatches_hold_whole_groups_and_every_row_once():
 def test_resuming_cuts_the_metrics_at_the_checkpoint(tmp_path):
     from rich.console import Console
 
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3, 4)))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3)) + '{"st')
     Log(Config(out=str(tmp_path)), Console(quiet=True), 2).close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
 def test_a_half_written_checkpoint_is_never_the_newest(tmp_path):
-    for name in ("checkpoint-000002", "checkpoint-000010", "checkpoint-000011.tmp"):
+    for name in ("checkpoint-000002", "checkpoint-000010", "unfinished"):
         (tmp_path / name).mkdir()
     assert [p.name for p in train.checkpoints(str(tmp_path))] == ["checkpoint-000002", "checkpoint-000010"]
 
