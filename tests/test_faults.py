@@ -57,6 +57,7 @@ def faulty(out, tiny, plan, *flags, ranks=0):
     """A run with a plan of kills: (exit code, text, its notes)."""
     how = [*FLAGS, "--model", f"{tiny}/dense", "--out", out, *flags]
     code, text = finish(start(plan, *how, ranks=ranks, script=("tests/faults.py",)), timeout=420)
+    assert (out / "faults.jsonl").exists(), text[-3000:]
     notes = [json.loads(line) for line in open(out / "faults.jsonl")]
     return code, text, notes
 
