@@ -650,17 +650,17 @@ class Rollouts:
 
     async def rollouts(self, tasks: list[Task], at: int, *how) -> list[Rollout]:
         """Runner.rollouts. Ray starts a Runner that died again, and what it played begins anew."""
+        runner = self.runners[at % len(self.runners)]
         for _ in range(RUNNER_DEATHS):
-            outs = self.runners[at % len(self.runners)].rollouts.remote(tasks, at, *how)
             try:
-                return await outs
+                return await (outs := runner.rollouts.remote(tasks, at, *how))
             except asyncio.CancelledError:
                 if isinstance(outs, ray.ObjectRef):
                     ray.cancel(outs)
                 raise
             except ray.exceptions.RayActorError:
                 self.counts["groups/rerun"] += 1
-                await asyncio.sleep(1)
+                await runner.__ray_ready__.options(max_task_retries=-1).remote()
         raise RuntimeError(f"a Runner has died {RUNNER_DEATHS} times while it played one group")
 
     def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
