@@ -3,17 +3,22 @@
     python tests/rounds.py ROUNDS FOLDER --model … --steps …
 
 The runs are FOLDER/killed and FOLDER/whole. A round is killed with SIGKILL at a random time after a random step, so amid a step, a
-call of the pool or a checkpoint. Prints from how many steps it went on, and how often a checkpoint was half written.
+call of the pool or a checkpoint. Prints from how many steps it went on, and how often a checkpoint was half written. All runs join
+one Ray cluster, whose start would be half of a round.
 """
 
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from pathlib import Path
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import nemo_automodel  # noqa: F401  the slow imports
@@ -32,6 +37,20 @@ def begin(flags: list, log: Path) -> int:
     os._exit(train.main(flags))
 
 
+def cluster() -> tuple[subprocess.Popen, str]:
+    """A Ray cluster of this machine, and its address."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    scratch = tempfile.mkdtemp(prefix="instar-", dir="/tmp")
+    how = f"--head --block --node-ip-address 127.0.0.1 --port {port} --num-cpus 4 --num-gpus 0 --temp-dir {scratch}"
+    ray_start = Path(sys.executable).with_name("ray")
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [ray_start, "start", *how.split(), "--include-dashboard=false"], **quiet
+    ), f"127.0.0.1:{port}"
+
+
 def end(pid: int) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code:
@@ -45,6 +64,7 @@ def lines(out: Path, begun: float) -> int:
 
 
 def main(rounds: int, folder: Path, flags: list[str]) -> None:
+    """All of it, in the cluster that --ray_address of the flags names."""
     folder.mkdir(parents=True, exist_ok=True)
     killed, halves, steps = folder / "killed", 0, set()
     end(begin([*flags, "--out", str(folder / "whole")], folder / "whole.log"))
@@ -60,7 +80,7 @@ def main(rounds: int, folder: Path, flags: list[str]) -> None:
             if ended or time.monotonic() > deadline:
                 sys.exit(f"round {i}: no more steps were taken after {before}")
             time.sleep(0.02)
-        time.sleep(0.4 * random.random())  # some nine steps at most, where the test has 24 for each round
+        time.sleep(0.4 * random.random())  # some seven steps at most, where the test has 12 for each round
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         half = killed / "unfinished"
@@ -71,4 +91,9 @@ def main(rounds: int, folder: Path, flags: list[str]) -> None:
 
 if __name__ == "__main__":
     random.seed(0)
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    head, address = cluster()
+    try:
+        main(int(sys.argv[1]), Path(sys.argv[2]), [*sys.argv[3:], "--ray_address", address])
+    finally:
+        head.terminate()  # with --block it ends all that it started
+        head.wait(60)

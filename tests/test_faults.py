@@ -191,19 +191,18 @@ def test_a_checkpoint_that_hangs_or_finds_no_room_ends_the_run_and_the_last_one_
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, learner, rounds):
     """Its ledger, every batch, every loss and the weights; stale groups are in flight and in the checkpoints."""
     how = [str(x) for x in learner[0] if x != "--resume"]
-    how[how.index("--steps") + 1] = str(24 * rounds)
+    how[how.index("--steps") + 1] = str(12 * rounds)
     how += ["--max_lag", "2", "--save_rollouts", "--show_every", "0"]
     script = [sys.executable, "tests/rounds.py", str(rounds), str(tmp_path), *how]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=60 + 30 * rounds)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120 + 30 * rounds)
     logs = "".join((tmp_path / f"{name}.log").read_text()[-1500:] for name in ("whole", "killed"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     print(done.stdout)
-    assert (
-        int(re.search(r"from (\d+) steps", done.stdout)[1]) >= rounds / 2
-    )  # it was not killed at one place again and again
+    places = int(re.search(r"from (\d+) steps", done.stdout)[1])
+    assert places >= rounds / 2  # it was not killed at one place again and again
 
     def ledger(name):
-        (newest,) = (tmp_path / name).glob(f"checkpoint-{24 * rounds:06d}/run.json")
+        (newest,) = (tmp_path / name).glob(f"checkpoint-{12 * rounds:06d}/run.json")
         found = json.loads(newest.read_text())["ledger"]
         return found | {"finished": None, "queue": sorted(found["finished"] + found["queue"])}
 
@@ -215,7 +214,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path,
         return [r[key] for r in metrics(tmp_path / name)]
 
     assert ledger("killed") == ledger("whole") and batches("killed") == batches("whole")
-    assert batches("killed") == [list(range(i, i + 4)) for i in range(0, 96 * rounds, 4)]
+    assert batches("killed") == [list(range(i, i + 4)) for i in range(0, 48 * rounds, 4)]
     assert column("killed", "loss/policy") == pytest.approx(column("whole", "loss/policy"), rel=1e-6)
     one, other = (load_file(*(tmp_path / name / "model").glob("*.safetensors")) for name in ("killed", "whole"))
     assert all(np.array_equal(one[k], other[k]) for k in other) and set(one) == set(other)
