@@ -21,8 +21,10 @@ from pathlib import Path
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import nemo_automodel  # noqa: F401  the slow imports
+import datasets  # noqa: F401  the slow imports
 import ray  # noqa: F401
+from nemo_automodel import NeMoAutoModelForCausalLM  # noqa: F401
+from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
 import train
 
