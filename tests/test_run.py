@@ -19,13 +19,10 @@ pytestmark = pytest.mark.e2e
 QUICK = ["--prompts", "4", "--samples", "4", "--show_every", "0"]
 
 
-def start(*args, ranks=0, script=("train.py",)):
+def start(*args, ranks=0, script=("train.py",), stdout=subprocess.PIPE):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     return subprocess.Popen(
-        [sys.executable, *launcher, *script, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [sys.executable, *launcher, *script, *map(str, args)], stdout=stdout, stderr=subprocess.STDOUT, text=True
     )
 
 
