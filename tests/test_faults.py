@@ -190,7 +190,7 @@ def test_a_checkpoint_that_hangs_or_finds_no_room_ends_the_run_and_the_last_one_
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, learner, rounds):
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, learner, traces, rounds):
     """Its ledger, every batch, every loss and the weights; stale groups are in flight and in the checkpoints."""
     how = [str(x) for x in learner[0] if x != "--resume"]
     how[how.index("--steps") + 1] = str(12 * rounds)
