@@ -22,7 +22,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, STDOUT
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +103,6 @@ class Single(Env):
         return None, self.reward(self.task.messages[-1]["content"], self.task.label, reply, ""), True, {}
 
 
-# runs "$@", and ends it with all that it started when the pipe closes on stdin: when its Runner has died
-WATCHED = 'exec 3<&0; (cat; kill -9 -$$) <&3 >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
-
-
 class CommandAgent(ChatAgent):
     """Any command line as an agent (--agent_cmd), in a folder and a process group of its own. {prompt}, {model}, {base_url}
     and {api_key} in it are filled in; the variables that SDKs read are set. --reward grades (prompt, label, output, folder)."""
@@ -125,11 +121,11 @@ class CommandAgent(ChatAgent):
         own = {"INSTAR_PROMPT": prompt, "INSTAR_MODEL": task.model, "ANTHROPIC_MODEL": task.model}
         quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         env = os.environ | urls | dict.fromkeys(keys, task.api_key) | own | quiet
-        apart = dict(stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=env, start_new_session=True)
+        apart = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            process = await asyncio.create_subprocess_exec("sh", "-c", WATCHED, "sh", *words, cwd=folder, **apart)
+            process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=env, **apart)
             try:
-                output = (await asyncio.gather(process.stdout.read(), process.wait()))[0].decode(errors="replace")
+                output = (await process.communicate())[0].decode(errors="replace")
             finally:  # at a time limit too: whatever it started ends with it
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

@@ -55,7 +55,7 @@ def check_learning(out, wall, rows, text, least):
     assert rows[0]["reward/mean"] <= 0.4
     assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and max(r["gap/on_version_p999"] for r in rows) <= 5e-5
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
-    assert sum(r["rollouts/retokenised"] for r in rows[:12]) / 12 >= 0.1  # a batch has 250 replies: 0.07 to 0.17
+    assert sum(r["rollouts/retokenised"] for r in rows) / len(rows) >= 0.1  # of a batch's 250 replies 0.06 to 0.17
     assert "FAIL" not in text and text.count("PASS") >= 3
     solved, _ = play(
         str(out / "model"), rows_of("examples/starter/heldout.jsonl"), greedy=True
