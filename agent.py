@@ -13,13 +13,12 @@ This module knows nothing of models, engines or servers. It imports numpy only, 
 """
 
 import asyncio
-import contextlib
 import hashlib
 import importlib.util
 import os
 import re
 import shlex
-import signal
+import subprocess
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
@@ -124,11 +123,9 @@ class CommandAgent(ChatAgent):
         apart = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=env, **apart)
-            try:
+            watch = f"read _; kill -9 -{process.pid}"  # also at a time limit, and when this process is killed
+            with subprocess.Popen(["sh", "-c", watch], stdin=PIPE, stderr=DEVNULL, start_new_session=True):
                 output = (await process.communicate())[0].decode(errors="replace")
-            finally:  # at a time limit too: whatever it started ends with it
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
             if code := process.returncode:
                 raise RuntimeError(f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}")
             return await asyncio.to_thread(self.reward, prompt, task.label, output, folder)

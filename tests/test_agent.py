@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 
 import numpy as np
 import pytest
+import uvloop
 
 from agent import Agent, Segment, Task, digest, load_agent
 
@@ -150,20 +152,65 @@ def test_a_command_that_fails_shows_the_end_of_its_output(tmp_path):
         asyncio.run(agent.run(Task(**TASK)))
 
 
-def test_a_time_limit_ends_a_command_and_all_that_it_started(tmp_path):
-    script = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); open(sys.argv[1], 'w').write(str(p.pid)); time.sleep(60)"
-    agent = command_agent(tmp_path, script, "{python} {script} " + str(tmp_path / "pid"))
-    begun = time.monotonic()
-    with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(asyncio.wait_for(agent.run(Task(**TASK)), 1.5))
-    assert time.monotonic() - begun < 10
-    child = int((tmp_path / "pid").read_text())
+SLEEPS = """
+import subprocess, sys, time
+open(sys.argv[1], "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+time.sleep(60)
+"""
+
+
+def check_ended(pid):
     for _ in range(100):
-        if not os.path.exists(f"/proc/{child}") or open(f"/proc/{child}/stat").read().split()[2] == "Z":
-            break
+        if not os.path.exists(f"/proc/{pid}") or open(f"/proc/{pid}/stat").read().split()[2] == "Z":
+            return
         time.sleep(0.05)
-    else:
-        raise AssertionError("what the command started still runs")
+    raise AssertionError("what the command started still runs")
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])  # Ray's actors have uvloop's
+def test_a_time_limit_ends_a_command_and_all_that_it_started(tmp_path, loop):
+    agent = command_agent(tmp_path, SLEEPS, "{python} {script} " + str(tmp_path / "pid"))
+    begun, handles = time.monotonic(), []
+
+    async def twice():
+        for _ in range(2):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(agent.run(Task(**TASK)), 1.5)
+            check_ended(int((tmp_path / "pid").read_text()))
+            await asyncio.sleep(0.2)
+            handles.append(len(os.listdir("/proc/self/fd")))
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(twice())
+    assert time.monotonic() - begun < 10 and handles[0] == handles[1]
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_command_that_leaves_processes_behind_ends_with_them(tmp_path, loop):
+    script = SHOWS + "import subprocess\nquiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
+    script += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '60'], **quiet).pid))\n"
+    begun = time.monotonic()
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(command_agent(tmp_path, script).run(Task(**TASK))) == 1.0
+    assert time.monotonic() - begun < 20
+    check_ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_command_ends_with_all_that_it_started_when_its_runner_is_killed(tmp_path, loop):
+    agent = command_agent(tmp_path, SLEEPS, "{python} {script} " + str(tmp_path / "pid"))
+    runner = os.fork()
+    if not runner:
+        with asyncio.Runner(loop_factory=loop) as r:
+            r.run(agent.run(Task(**TASK)))
+        os._exit(0)
+    begun = time.monotonic()
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() - begun < 30
+        time.sleep(0.05)
+    os.kill(runner, signal.SIGKILL)
+    os.waitpid(runner, 0)
+    check_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_a_reward_file_alone_grades_one_reply_to_each_prompt(tmp_path):
