@@ -102,6 +102,14 @@ class Single(Env):
         return None, self.reward(self.task.messages[-1]["content"], self.task.label, reply, ""), True, {}
 
 
+def bound(group: int) -> subprocess.Popen:
+    """Bind a process group to this process: a watcher, whose pipe closes when the `with` block ends or this process dies, then
+    kills the group."""
+    return subprocess.Popen(
+        ["sh", "-c", f"read _; kill -9 -{group}"], stdin=PIPE, stderr=DEVNULL, start_new_session=True
+    )
+
+
 class CommandAgent(ChatAgent):
     """Any command line as an agent (--agent_cmd), in a folder and a process group of its own. {prompt}, {model}, {base_url}
     and {api_key} in it are filled in; the variables that SDKs read are set. --reward grades (prompt, label, output, folder)."""
@@ -123,8 +131,7 @@ class CommandAgent(ChatAgent):
         apart = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=env, **apart)
-            watch = f"read _; kill -9 -{process.pid}"  # also at a time limit, and when this process is killed
-            with subprocess.Popen(["sh", "-c", watch], stdin=PIPE, stderr=DEVNULL, start_new_session=True):
+            with bound(process.pid):  # whatever it started ends with it, at a time limit too
                 output = (await process.communicate())[0].decode(errors="replace")
             if code := process.returncode:
                 raise RuntimeError(f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}")

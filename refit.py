@@ -11,11 +11,11 @@ The probe, the first request after a refit, is in train.py, since it needs the t
     pytest tests/test_refit.py
 """
 
-import ctypes
-import signal
+import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import ray
 import torch
@@ -44,12 +44,18 @@ def broadcast(pg, flat: torch.Tensor) -> None:
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """A 64-bit sum of a bucket (uint8, a multiple of PAGE bytes) that depends on every word's place, on the device where it lies."""
-    words = flat.view(torch.int64).view(-1, PAGE // 8)  # [pages, 512]
-    total = 0
-    for sums in (words.sum(0), words.sum(1)):
-        total += int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
-    return total & (1 << 64) - 1
+    """A 64-bit sum of a bucket (uint8, a multiple of PAGE bytes), computed on the device where it lies: each word of 64 bits
+    times an odd number of its own, modulo 2^64. A changed word always changes it; so does a moved one, unless the word in whose
+    place it is differs in both halves alike."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for i, words in enumerate(flat.view(torch.int64).view(-1, PAGE // 8).split(1024)):  # [pages, 512]
+        mixed = words >> 32
+        mixed ^= words  # a product may lose a word's high bits, so that the low ones have to tell of them
+        columns, pages = mixed.sum(0), mixed.sum(1)
+        columns *= torch.arange(1, PAGE // 4, 2, device=flat.device)
+        pages *= torch.arange(1024 * i, 1024 * i + len(words), device=flat.device)
+        total += columns.sum() + PAGE // 4 * pages.sum()
+    return int(total) & (1 << 64) - 1
 
 
 def offsets(dtypes: list[str], shapes: list[list[int]]) -> tuple[list[tuple[int, int]], int]:
@@ -247,8 +253,6 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: vLLM's core outlives a killed engine otherwise
-
     @dataclass
     class Init(base.WeightTransferInitInfo):
         host: str
@@ -272,6 +276,9 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
 
         def init_transfer_engine(self, init: Init) -> None:
             self.group = group(**vars(init) | {"rank": init.rank + self.parallel_config.rank})
+            # on a CPU tensor-parallel workers share memory that a killed one would leave; all have mapped it by now
+            for path in Path("/dev/shm").glob(f"{os.environ.get('VLLM_DIST_IDENT')}-*"):
+                path.unlink(missing_ok=True)
 
         def start_weight_update(self) -> None:
             for module in self.model.modules():

@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -31,7 +32,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from safetensors.numpy import load_file, save_file
 
-from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, digest, load_agent
+from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, bound, digest, load_agent
 from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
@@ -43,6 +44,9 @@ class Engine:
     """One vLLM engine, a Ray actor. Closed to requests until its first refit has passed the probe (`open`)."""
 
     def __init__(self, cfg, index: int, cpu: bool):
+        resource_tracker.ensure_running()  # in another group: it frees vLLM's shared memory when all that use it are dead
+        os.setpgid(0, 0)
+        self.bound = bound(os.getpid())  # else vLLM's core and workers outlive this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # with executor "uni": the worker lives inside EngineCore
         if cpu:
@@ -56,22 +60,13 @@ class Engine:
 
         import refit  # noqa: F401  registers the transport here; the worker imports it through worker_extension_cls
 
-        args = dict(
-            model=cfg.model,
-            dtype=cfg.dtype,
-            seed=cfg.seed + index,
-            max_model_len=cfg.max_context,
-            enforce_eager=cpu,
-            enable_prefix_caching=True,
-            enable_return_routed_experts=cfg.replay_experts,
-            logprobs_mode="processed_logprobs",  # what was sampled from, after temperature
-            weight_transfer_config=WeightTransferConfig(backend="instar"),
-            worker_extension_cls="refit.WorkerExtension",
-            tensor_parallel_size=cfg.engine_tp,
-            distributed_executor_backend="uni" if cfg.engine_tp == 1 else "mp",
-            use_tqdm_on_load=False,
-            disable_log_stats=True,  # nobody reads them
-        )
+        args = dict(model=cfg.model, dtype=cfg.dtype, seed=cfg.seed + index, max_model_len=cfg.max_context)
+        args |= dict(enforce_eager=cpu, enable_prefix_caching=True, enable_return_routed_experts=cfg.replay_experts)
+        args |= dict(logprobs_mode="processed_logprobs")  # what was sampled from, after temperature
+        args |= dict(weight_transfer_config=WeightTransferConfig(backend="instar"))
+        args |= dict(worker_extension_cls="refit.WorkerExtension", tensor_parallel_size=cfg.engine_tp)
+        args |= dict(distributed_executor_backend="uni" if cfg.engine_tp == 1 else "mp")
+        args |= dict(use_tqdm_on_load=False, disable_log_stats=True)  # nobody reads them
         if not cpu:
             args["gpu_memory_utilization"] = cfg.engine_memory
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args | json.loads(cfg.engine_args)))
@@ -442,8 +437,7 @@ class Runner:
             result = Result(truncated=True)
         finally:
             await self.server.close(task.api_key)
-        if not isinstance(result, Result):
-            result = Result(reward=result)
+        result = result if isinstance(result, Result) else Result(reward=result)
         result.reward = number(result.reward, f"{type(agent).__name__}.run returned the reward")
         segments = forest.segments(result, group_id, rollout_id)
         sampled = [n.reply.tokens.tolist() for n in forest.nodes]

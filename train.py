@@ -35,9 +35,10 @@ from typing import Any, Literal
 from unittest import mock
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
-# else engines yield the CPU to everything, to imports first; else Ray ends what would free the shared memory of a dead engine
-for name in ("worker_niceness", "process_group_cleanup_enabled", "kill_child_processes_on_worker_exit"):
-    os.environ.setdefault(f"RAY_{name}", "0")
+# else engines yield the CPU to everything, to imports first; else Ray ends what would free the shared memory of a dead engine;
+# else it keeps a record of 100,000 calls, which nobody reads
+off = "worker_niceness process_group_cleanup_enabled kill_child_processes_on_worker_exit task_events_report_interval_ms"
+os.environ.update({f"RAY_{name}": "0" for name in off.split()} | os.environ)
 
 import numpy as np
 import ray

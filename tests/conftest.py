@@ -2,6 +2,9 @@
 
 import os
 import sys
+import time
+import uuid
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -238,3 +241,29 @@ def moe(cluster, process_group, tiny):
 def adapted(cluster, process_group, tiny):
     """A mixture of experts, its layer 0 dense, that learns through adapters."""
     return Stage(f"{tiny}/moe", lora_rank=4)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Marks what is started; after the test nothing of it may be left: no process (so no port), no shared memory, no socket."""
+    mark, before = uuid.uuid4().hex, {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    monkeypatch.setenv("INSTAR_TEST", mark)
+    yield
+    deadline = time.monotonic() + 90  # of a head that was killed Ray's agent waits for a minute
+    while left := marked(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    new = {*os.listdir("/dev/shm"), *os.listdir("/tmp")} - before
+    assert not [name for name in new if not name.startswith(("instar-", "pytest", "torchelastic", "tmp"))], new
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes, but this one, that have the mark in their environment."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if pid != str(os.getpid()) and mark in Path("/proc", pid, "environ").read_text(errors="replace"):
+                found.append(Path("/proc", pid, "cmdline").read_text())
+        except OSError:
+            continue
+    return found

@@ -111,6 +111,8 @@ def test_an_interrupted_run_of_experts_still_climbs_to_nine_tenths(tmp_path):
     rows = metrics(tmp_path / "run")
     last = sum(r["reward/mean"] for r in rows[-3:]) / 3
     worst, lags = max(r["gap/on_version_max"] for r in rows), [r["lag/mean"] for r in rows[LAG:]]
+    above, rare = sum(r["gap/on_version_max"] > 1e-5 for r in rows), max(r["gap/on_version_p999"] for r in rows)
+    print(f"gap over 1e-5 in {above} of {len(rows)} steps, 99.9th percentile {rare:.1e}")
     print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f}, gap {worst:.1e}, lag {min(lags):.2f} to {max(lags):.2f}")
     assert rows[0]["reward/mean"] <= 0.4 and last >= 0.9
     assert max(r["lag/max"] for r in rows) == LAG and all(r["gap/on_version_tokens"] >= 100 for r in rows)

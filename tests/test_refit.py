@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent import InvariantError
@@ -41,11 +41,13 @@ def test_buckets_keep_the_order_and_the_limit(sizes, limit):
     assert all(sum(t.nbytes for _, t in b) <= limit or len(b) == 1 for b in made) and all(made)
 
 
-@given(st.integers(0, 3 * PAGE - 1), st.integers(0, 3 * PAGE - 1))
-def test_a_checksum_sees_a_changed_and_a_moved_byte(i, j):
+@given(st.integers(0, 3 * PAGE - 1), st.integers(0, 3 * PAGE - 1), st.sampled_from([1, 4, 128]))
+@example(8, PAGE, 1)  # equal sums of row and column
+@example(7, PAGE + 7, 128)  # the sign, whose product with an even number is nothing
+def test_a_checksum_sees_a_changed_and_a_moved_byte(i, j, bits):
     flat = torch.randint(0, 255, (3 * PAGE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     changed = flat.clone()
-    changed[i] ^= 1
+    changed[i] ^= bits
     assert checksum(changed) != checksum(flat)
     swapped = flat.clone()
     swapped[i], swapped[j] = flat[j].clone(), flat[i].clone()

@@ -444,6 +444,8 @@ def test_an_engine_is_made_of_its_flags(monkeypatch):
     for name in ("vllm.config.weight_transfer", "vllm.engine.arg_utils", "vllm.v1.engine.async_llm"):
         monkeypatch.setitem(sys.modules, name, fakes)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "setpgid", lambda *_: None)
+    monkeypatch.setattr(rollout, "bound", lambda group: None)  # else this process dies with its first engine
     cfg = Config(model="m", dtype="float32", seed=5, max_context=77, engine_memory=0.3, replay_experts=True)
     on_gpu, on_cpu = Engine(cfg, 2, cpu=False).llm, Engine(cfg, 2, cpu=True).llm
     assert on_gpu["gpu_memory_utilization"] == 0.3 and "gpu_memory_utilization" not in on_cpu

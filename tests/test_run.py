@@ -270,7 +270,9 @@ def test_a_mixture_of_experts_on_two_ranks_replays_its_engines_experts(tmp_path,
 
 
 @pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_worker_of_tensor_parallel_engines_gets_the_weights(tmp_path, tiny, engines):
+def test_every_worker_of_tensor_parallel_engines_gets_the_weights_and_ends_with_the_run(
+    tmp_path, tiny, traces, engines
+):
     flags = ["--model", f"{tiny}/dense", "--agent", "tests/talker.py", "--engine_tp", 2, "--engines", engines]
     flags += ["--steps", 3]
     code, text = finish(start(*QUICK, *flags, "--max_gap", 1e-5, "--out", tmp_path / "run"), timeout=420)
