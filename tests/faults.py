@@ -4,9 +4,9 @@
 
 kill (SIGKILL), stop (SIGSTOP), or of rank 0 itself: full (no file grows over 100 kB any more), hang (for ever).
 
-who: engine, core (vLLM's process below it), runner, pool, rank0, rank1. when: idle (the trainer learns), decode (it waits for a batch),
-refit (its first bucket is to be sent), recovery (the same, of a refit that is repeated since an engine has died), checkpoint (its
-folder is open). The last number: at which of these moments, from 1.
+who: engine, core (vLLM's process below it), worker (one of its tensor-parallel ones), runner, pool, rank0, rank1. when: idle (the
+trainer learns), decode (it waits for a batch), refit (its first bucket is to be sent), recovery (the same, of a refit that is
+repeated since an engine has died), checkpoint (its folder is open). The last number: at which of these moments, from 1.
 <out>/faults.jsonl has the time of each kill and of each step's end.
 """
 
@@ -24,7 +24,13 @@ from pathlib import Path
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-NAMES = {"engine": "ray::Engine", "core": "VLLM::EngineCore", "runner": "ray::Runner", "pool": "ray::Rollouts"}
+NAMES = {
+    "engine": "ray::Engine",
+    "core": "VLLM::EngineCore",
+    "worker": "VLLM::Worker_TP1",
+    "runner": "ray::Runner",
+    "pool": "ray::Rollouts",
+}
 
 
 def descendants(pid: int) -> list[int]:

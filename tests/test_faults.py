@@ -73,6 +73,17 @@ def test_an_engine_that_hangs_is_ended_and_what_died_comes_back_and_nothing_is_l
         print(f"{who} {when}: {recovery(notes, who, when):.1f} s to the end of a step played after it")
 
 
+@pytest.mark.slow
+def test_a_tensor_parallel_worker_that_dies_comes_back_with_its_engine(tmp_path, tiny, traces):
+    plan = "kill:worker:decode:2,kill:worker:refit:4"
+    code, text, notes = faulty(tmp_path / "run", tiny, plan, "--engine_tp", 2, "--steps", 4)
+    assert code == 0, text[-3000:]
+    rows = check_nothing_lost(tmp_path / "run", 4)
+    assert rows[1]["requests/rerun"] > 0 and "an engine has died and come back" in text
+    for when in ("decode", "refit"):
+        print(f"worker {when}: {recovery(notes, 'worker', when):.1f} s to the end of a step played after it")
+
+
 MOMENTS = ("idle", "decode", "refit", "checkpoint")
 
 
