@@ -7,6 +7,7 @@ memory. `test_faults.py` kills Runners and engines meanwhile.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ def held(pid) -> dict[str, float]:
 
 
 def census() -> dict[str, float]:
+    ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps of freed memory comes and goes by 100 MB
     references = len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
     return held("self") | {"references": references}
 
