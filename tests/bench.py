@@ -56,8 +56,9 @@ def run(*flags: str) -> dict:
     }
 
 
-def overlap(steps: int = 14) -> dict:
-    """--max_lag 2 --partial against --max_lag 0, with tools that wait so long that both phases take equal time, and without.
+def overlap(steps: int = 12) -> dict:
+    """--max_lag 2 --partial against --max_lag 0, with tools that wait so long that both phases take equal time, and without. The
+    policy stands still, so that every batch is as much work.
 
     g and t are the strictly on-policy run's seconds a step in which the trainer and the engines idle; the bound on the speed-up
     is (g + t) / max(g, t). Medians, without the first steps, which fill the pool.
@@ -65,7 +66,8 @@ def overlap(steps: int = 14) -> dict:
 
     def seconds(latency: float, *flags: str) -> tuple[float, float]:
         out = os.path.abspath(f"out/bench-{time.time_ns()}")
-        flags = ["--agent", "tests/waiting.py", "--is_level", "token", "--epochs", "4", "--steps", str(steps), *flags]
+        flags = ["--agent", "tests/waiting.py", "--is_level", "token", "--epochs", "8", "--steps", str(steps), *flags]
+        flags += ["--lr", "1e-12"]
         command = [sys.executable, "train.py", "--out", out, "--show_every", "0", *flags]
         subprocess.run(command, env=os.environ | {"INSTAR_LATENCY": str(latency)}, capture_output=True, check=True)
         rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")][4:]
