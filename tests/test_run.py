@@ -203,16 +203,16 @@ def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_r
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("steps,near", [(14, 0.2), pytest.param(40, 0.05, marks=pytest.mark.slow)])
-def test_a_student_comes_close_to_its_teacher_without_a_reward(tmp_path, trained, steps, near):
+@pytest.mark.slow
+def test_a_student_comes_close_to_its_teacher_without_a_reward(tmp_path, trained):
     """On-policy distillation: the starter learns what the trained policy says, in one reply to each prompt."""
-    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", steps]
+    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", 40]
     code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     kl = [r["kl/ref"] for r in rows]
     print(f"KL to the teacher {kl[0]:.3f} to {sum(kl[-5:]) / 5:.4f}")
-    assert kl[0] > 0.2 and abs(sum(kl[-5:]) / 5) < near and {r["reward/mean"] for r in rows} == {0.0}
+    assert kl[0] > 0.2 and abs(sum(kl[-5:]) / 5) < 0.05 and {r["reward/mean"] for r in rows} == {0.0}
 
 
 def test_a_critic_learns_and_its_warm_up_leaves_the_policy_and_the_version_alone(tmp_path):
