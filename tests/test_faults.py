@@ -68,7 +68,7 @@ def test_an_engine_that_hangs_is_ended_and_what_died_comes_back_and_nothing_is_l
     rows = check_nothing_lost(tmp_path / "run", steps)
     assert rows[1]["requests/rerun"] > 0 and rows[-1]["groups/rerun"] == 4  # each of the batch, once
     assert "an engine has died and come back" in text
-    assert ("a refit begins anew (--refit_timeout 20)" in text) == ("refit" in plan or "recovery" in plan)
+    assert ("a refit begins anew (--refit_timeout 20.0)" in text) == ("refit" in plan or "recovery" in plan)
     for _, who, when, _ in (fault.split(":") for fault in plan.split(",")):
         print(f"{who} {when}: {recovery(notes, who, when):.1f} s to the end of a step played after it")
 
