@@ -15,16 +15,17 @@ TORCH_INDEX ?=
 
 venv: .venv/ready
 
-# pip takes torch, since it finds a CPU build where the machine has one; uv takes the rest, in seconds
+# pip takes torch, since it finds a CPU build where the machine has one; uv takes the rest, in seconds. Compiled here, it is imported
+# twice as fast also where Python may not write its caches
 .venv/ready: requirements-cpu.txt requirements.txt
 	$(PYTHON) -m venv .venv
 ifdef GPU
 	.venv/bin/pip install -q uv==0.13.9
 	echo quack-kernels==0.6.5 > .venv/override.txt
-	.venv/bin/uv pip install -q --python .venv/bin/python -r requirements.txt --overrides .venv/override.txt
+	.venv/bin/uv pip install -q --compile-bytecode --python .venv/bin/python -r requirements.txt --overrides .venv/override.txt
 else
 	.venv/bin/pip install -q --no-deps torch==2.13.0 uv==0.13.9 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	.venv/bin/uv pip install -q --python .venv/bin/python --no-deps -r requirements-cpu.txt
+	.venv/bin/uv pip install -q --compile-bytecode --python .venv/bin/python --no-deps -r requirements-cpu.txt
 endif
 	touch .venv/ready
 
