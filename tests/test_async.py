@@ -30,6 +30,15 @@ FLAGS = [
 ]
 FLAGS += ["--max_tokens", 120, "--max_context", 512, "--max_turns", 3, "--steps", STEPS, "--show_every", 0]
 
+LETTERS = """
+from agent import Env
+
+
+class Agent(Env):
+    def step(self, reply):
+        return "Again.", reply.count("a") / max(len(reply), 1) / 3, False, {}
+"""
+
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory, tiny):
@@ -99,6 +108,31 @@ def test_batches_from_files_are_trained_as_they_were_without_an_engine(asynchron
     assert len(again) == STEPS and "engines" not in text
     for name in ("loss/policy", "optim/grad_norm", "reward/mean", "is/weight_mean", "gap/off_version_mean"):
         assert [r[name] for r in again] == pytest.approx([r[name] for r in before], rel=1e-6, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_a_random_mixture_of_experts_climbs_to_nine_tenths_and_agrees_at_every_step(tmp_path, tiny):
+    """As above, until nine tenths of what it writes are the rewarded letter; the run itself ends at a gap over 1e-5."""
+    (tmp_path / "letters.py").write_text(LETTERS)
+    flags = [
+        "--model",
+        f"{tiny}/moe",
+        "--agent",
+        tmp_path / "letters.py",
+        "--partial",
+        "--engines",
+        2,
+        "--max_gap",
+        1e-5,
+    ]
+    code, text = finish(start(*FLAGS, *flags, "--steps", 80, "--out", tmp_path / "run"), timeout=900)
+    assert code == 0, text[-3000:]
+    rows = metrics(tmp_path / "run")
+    last, worst = sum(r["reward/mean"] for r in rows[-3:]) / 3, max(r["gap/on_version_max"] for r in rows)
+    print(f"reward {rows[0]['reward/mean']:.2f} to {last:.3f} in {len(rows)} steps, gap at most {worst:.1e}")
+    assert rows[0]["reward/mean"] <= 0.2 and last >= 0.9 and worst <= 1e-5
+    assert max(r["lag/max"] for r in rows) == LAG and sum(r["lag/mixed_rollouts"] for r in rows) > len(rows)
+    assert all(r["gap/on_version_tokens"] >= 100 and r["experts/replayed"] == 1.0 for r in rows)
 
 
 @pytest.mark.slow
