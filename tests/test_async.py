@@ -36,7 +36,7 @@ from agent import Env
 
 class Agent(Env):
     def step(self, reply):
-        return "Again.", reply.count("a") / max(len(reply), 1) / 3, False, {}
+        return "Again.", min(reply.count("a"), 100) / 300, False, {}
 """
 
 
@@ -112,7 +112,7 @@ def test_batches_from_files_are_trained_as_they_were_without_an_engine(asynchron
 
 @pytest.mark.slow
 def test_a_random_mixture_of_experts_climbs_to_nine_tenths_and_agrees_at_every_step(tmp_path, tiny):
-    """As above, until nine tenths of what it writes are the rewarded letter; the run itself ends at a gap over 1e-5."""
+    """As above, in a game whose reward is at most 1: a hundred times the letter a in each reply."""
     (tmp_path / "letters.py").write_text(LETTERS)
     flags = [
         "--model",
@@ -125,7 +125,7 @@ def test_a_random_mixture_of_experts_climbs_to_nine_tenths_and_agrees_at_every_s
         "--max_gap",
         1e-5,
     ]
-    code, text = finish(start(*FLAGS, *flags, "--steps", 80, "--out", tmp_path / "run"), timeout=900)
+    code, text = finish(start(*FLAGS, *flags, "--steps", 32, "--lr", 5e-3, "--out", tmp_path / "run"), timeout=600)
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     last, worst = sum(r["reward/mean"] for r in rows[-3:]) / 3, max(r["gap/on_version_max"] for r in rows)
