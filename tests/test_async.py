@@ -114,18 +114,9 @@ def test_batches_from_files_are_trained_as_they_were_without_an_engine(asynchron
 def test_a_random_mixture_of_experts_climbs_to_nine_tenths_and_agrees_at_every_step(tmp_path, tiny):
     """As above, in a game whose reward is at most 1: a hundred times the letter a in each reply."""
     (tmp_path / "letters.py").write_text(LETTERS)
-    flags = [
-        "--model",
-        f"{tiny}/moe",
-        "--agent",
-        tmp_path / "letters.py",
-        "--partial",
-        "--engines",
-        2,
-        "--max_gap",
-        1e-5,
-    ]
-    code, text = finish(start(*FLAGS, *flags, "--steps", 32, "--lr", 5e-3, "--out", tmp_path / "run"), timeout=600)
+    flags = ["--model", f"{tiny}/moe", "--agent", tmp_path / "letters.py", "--partial", "--engines", 2]
+    flags += ["--max_gap", 1e-5, "--steps", 64, "--lr", 5e-3]
+    code, text = finish(start(*FLAGS, *flags, "--out", tmp_path / "run"), timeout=600)
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     last, worst = sum(r["reward/mean"] for r in rows[-3:]) / 3, max(r["gap/on_version_max"] for r in rows)
