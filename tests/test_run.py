@@ -54,9 +54,8 @@ def check_learning(out, wall, rows, text, least):
     from solve import play, rows_of
 
     assert rows[0]["reward/mean"] <= 0.4
-    # a number that a few rollouts of a group share may be ill-conditioned: float32 is up to 4e-5 off float64 there, in both programs
     rare = [r["gap/on_version_p999"] for r in rows]
-    assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and np.median(rare) <= 1e-5 and max(rare) <= 1e-4
+    assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and max(rare) <= 5e-5 and np.median(rare) <= 1e-5
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
     assert sum(r["rollouts/retokenised"] for r in rows) / len(rows) >= 0.1  # of a batch's 250 replies 0.06 to 0.17
     assert "FAIL" not in text and text.count("PASS") >= 3
@@ -205,16 +204,16 @@ def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_r
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.slow
-def test_a_student_comes_close_to_its_teacher_without_a_reward(tmp_path, trained):
+@pytest.mark.parametrize("steps,near", [(14, 0.2), pytest.param(40, 0.05, marks=pytest.mark.slow)])
+def test_a_student_comes_close_to_its_teacher_without_a_reward(tmp_path, trained, steps, near):
     """On-policy distillation: the starter learns what the trained policy says, in one reply to each prompt."""
-    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", 40]
+    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", steps]
     code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     kl = [r["kl/ref"] for r in rows]
     print(f"KL to the teacher {kl[0]:.3f} to {sum(kl[-5:]) / 5:.4f}")
-    assert kl[0] > 0.2 and abs(sum(kl[-5:]) / 5) < 0.05 and {r["reward/mean"] for r in rows} == {0.0}
+    assert kl[0] > 0.2 and abs(sum(kl[-5:]) / 5) < near and {r["reward/mean"] for r in rows} == {0.0}
 
 
 def test_a_critic_learns_and_its_warm_up_leaves_the_policy_and_the_version_alone(tmp_path):
