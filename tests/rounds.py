@@ -7,8 +7,10 @@ call of the pool or a checkpoint. Prints from how many steps it went on, and how
 one Ray cluster, whose start would be half of a round.
 """
 
+import contextlib
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,18 +41,22 @@ def begin(flags: list, log: Path) -> int:
     os._exit(train.main(flags))
 
 
-def cluster() -> tuple[subprocess.Popen, str]:
-    """A Ray cluster of this machine, and its address."""
+@contextlib.contextmanager
+def cluster():
+    """A Ray cluster of this machine, by its address."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     scratch = tempfile.mkdtemp(prefix="instar-", dir="/tmp")
     how = f"--head --block --node-ip-address 127.0.0.1 --port {port} --num-cpus 4 --num-gpus 0 --temp-dir {scratch}"
-    ray_start = Path(sys.executable).with_name("ray")
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return subprocess.Popen(
-        [ray_start, "start", *how.split(), "--include-dashboard=false"], **quiet
-    ), f"127.0.0.1:{port}"
+    command = [Path(sys.executable).with_name("ray"), "start", *how.split(), "--include-dashboard=false"]
+    head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()  # with --block it ends all that it started
+        head.wait(60)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def end(pid: int) -> None:
@@ -93,9 +99,5 @@ def main(rounds: int, folder: Path, flags: list[str]) -> None:
 
 if __name__ == "__main__":
     random.seed(0)
-    head, address = cluster()
-    try:
+    with cluster() as address:
         main(int(sys.argv[1]), Path(sys.argv[2]), [*sys.argv[3:], "--ray_address", address])
-    finally:
-        head.terminate()  # with --block it ends all that it started
-        head.wait(60)

@@ -347,6 +347,21 @@ def test_planted_in_a_real_run_the_gate_ends_it_with_code_3(tmp_path, bug, words
     assert f"instar: an invariant failed. {words}" in text and metrics(tmp_path / "run") == []
 
 
+def test_a_cluster_without_room_ends_the_run_with_code_2_and_what_is_asked_and_free(tmp_path):
+    """A real one of four cores, whose room is waited for 3 seconds instead of 60; it ends with the test."""
+    script = """
+import sys
+sys.path.insert(0, "tests")
+import rounds, rollout
+rollout.PLACE_TIMEOUT = 3
+with rounds.cluster() as address:
+    sys.exit(rounds.train.main([*sys.argv[1:], "--ray_address", address]))
+"""
+    code, text = finish(start("--engines", 3, "--runners", 2, "--out", tmp_path / "run", script=("-c", script)), 120)
+    assert code == 2 and "--engines --engine_tp --runners: no room in Ray within 3 s" in text, text[-3000:]
+    assert text.split("each node has")[1].split()[:4] == ["CPU", "6", "4", "[4]"]
+
+
 def test_an_agent_that_always_raises_ends_the_run_with_code_1_and_its_traceback(tmp_path):
     (tmp_path / "bad.py").write_text(
         "from agent import Agent as Game\n\nclass Agent(Game):\n    def step(self, reply):\n        raise KeyError('my bug')\n"
