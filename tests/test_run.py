@@ -54,10 +54,8 @@ def check_learning(out, wall, rows, text, least):
     from solve import play, rows_of
 
     assert rows[0]["reward/mean"] <= 0.4
-    rare = sorted(r["gap/on_version_p999"] for r in rows)
-    assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and np.median(rare) <= 1e-5
-    # a number at which float32 is ill-conditioned is shared by a group: 4 tokens of 4,000. One step may have one, below the run's gate
-    assert rare[-2] <= 5e-5 and rare[-1] <= 1e-4
+    rare = [r["gap/on_version_p999"] for r in rows]
+    assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and max(rare) <= 5e-5 and np.median(rare) <= 1e-5
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
     assert sum(r["rollouts/retokenised"] for r in rows) / len(rows) >= 0.1  # of a batch's 250 replies 0.06 to 0.17
     assert "FAIL" not in text and text.count("PASS") >= 3
