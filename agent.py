@@ -52,7 +52,9 @@ class Task:
     base_url: str = ""  # of this rollout, for OpenAI's SDK; Anthropic's takes it without the /v1
     api_key: str = ""
     model: str = ""
-    tools: list[dict] = field(default_factory=list)  # the row's tools, if it has a column of that name
+    tools: list[dict] = field(
+        default_factory=list
+    )  # the row's tools, if it has a column of that name
 
 
 @dataclass
@@ -99,14 +101,22 @@ class Single(Env):
         self.reward = reward
 
     def step(self, reply: str) -> tuple[None, float, bool, dict]:
-        return None, self.reward(self.task.messages[-1]["content"], self.task.label, reply, ""), True, {}
+        return (
+            None,
+            self.reward(self.task.messages[-1]["content"], self.task.label, reply, ""),
+            True,
+            {},
+        )
 
 
 def bound(group: int) -> subprocess.Popen:
     """Bind a process group to this process: a watcher, whose pipe closes when the `with` block ends or this process dies, then
     kills the group."""
     return subprocess.Popen(
-        ["sh", "-c", f"read _; kill -9 -{group}"], stdin=PIPE, stderr=DEVNULL, start_new_session=True
+        ["sh", "-c", f"read _; kill -9 -{group}"],
+        stdin=PIPE,
+        stderr=DEVNULL,
+        start_new_session=True,
     )
 
 
@@ -120,13 +130,27 @@ class CommandAgent(ChatAgent):
     async def run(self, task: Task) -> float:
         """Run the command to its end and grade it. Raises RuntimeError, with the end of its output, where it fails."""
         prompt, root = task.messages[-1]["content"], task.base_url.removesuffix("/v1")
-        fill = {"{prompt}": prompt, "{model}": task.model, "{base_url}": task.base_url, "{api_key}": task.api_key}
-        words = [re.sub("|".join(map(re.escape, fill)), lambda m: fill[m[0]], w) for w in shlex.split(self.command)]
-        urls = {name: task.base_url for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "HOSTED_VLLM_API_BASE")}
+        fill = {
+            "{prompt}": prompt,
+            "{model}": task.model,
+            "{base_url}": task.base_url,
+            "{api_key}": task.api_key,
+        }
+        words = [
+            re.sub("|".join(map(re.escape, fill)), lambda m: fill[m[0]], w)
+            for w in shlex.split(self.command)
+        ]
+        urls = {
+            name: task.base_url
+            for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "HOSTED_VLLM_API_BASE")
+        }
         urls |= {name: root for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE")}
         keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "HOSTED_VLLM_API_KEY")
         own = {"INSTAR_PROMPT": prompt, "INSTAR_MODEL": task.model, "ANTHROPIC_MODEL": task.model}
-        quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        quiet = {
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        }
         env = os.environ | urls | dict.fromkeys(keys, task.api_key) | own | quiet
         apart = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -134,7 +158,9 @@ class CommandAgent(ChatAgent):
             with bound(process.pid):  # whatever it started ends with it, at a time limit too
                 output = (await process.communicate())[0].decode(errors="replace")
             if code := process.returncode:
-                raise RuntimeError(f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}")
+                raise RuntimeError(
+                    f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}"
+                )
             return await asyncio.to_thread(self.reward, prompt, task.label, output, folder)
 
 
@@ -148,11 +174,19 @@ class Segment:
 
     tokens: np.ndarray  # int32 [T], ids exactly as the engine received or sampled them
     mask: np.ndarray  # bool [T], True where the policy sampled this token and this row owns it
-    logprobs: np.ndarray  # float32 [T], behaviour log-probs after temperature; 0.0 where mask is False
+    logprobs: (
+        np.ndarray
+    )  # float32 [T], behaviour log-probs after temperature; 0.0 where mask is False
     versions: np.ndarray  # int32 [T], policy version that sampled the token; -1 where mask is False
-    experts: np.ndarray | None = None  # uint8 or uint16 [T, L, K], experts chosen when tokens[t] was the input
-    experts_ok: np.ndarray | None = None  # bool [T], False where none were captured, as for a last token never fed back
-    replies: list[tuple[int, int, bytes]] = field(default_factory=list)  # (start, end, digest) of each engine reply
+    experts: np.ndarray | None = (
+        None  # uint8 or uint16 [T, L, K], experts chosen when tokens[t] was the input
+    )
+    experts_ok: np.ndarray | None = (
+        None  # bool [T], False where none were captured, as for a last token never fed back
+    )
+    replies: list[tuple[int, int, bytes]] = field(
+        default_factory=list
+    )  # (start, end, digest) of each engine reply
     group_id: int = -1
     rollout_id: int = -1
     reward: float = 0.0
@@ -179,11 +213,18 @@ class Segment:
         return self
 
 
-def digest(prompt: np.ndarray, reply: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> bytes:
+def digest(
+    prompt: np.ndarray, reply: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
+) -> bytes:
     """16 bytes that name one engine reply: what it saw [P], what it sampled [N], with which log-probs [N], under which
     versions [N]. The engine computes it, replay.py computes it again from the packed batch just before the forward."""
     h = hashlib.blake2b(digest_size=16)
-    for array, dtype in ((prompt, np.int32), (reply, np.int32), (logprobs, np.float32), (versions, np.int32)):
+    for array, dtype in (
+        (prompt, np.int32),
+        (reply, np.int32),
+        (logprobs, np.float32),
+        (versions, np.int32),
+    ):
         h.update(len(array).to_bytes(8, "little"))
         h.update(np.ascontiguousarray(array, dtype).tobytes())
     return h.digest()
@@ -198,7 +239,9 @@ class Reply:
     versions: np.ndarray  # int32 [N]
     digest: bytes  # of (prompt, tokens, logprobs, versions), made where they were sampled
     finish: str  # "stop", "length" or "abort"
-    experts: np.ndarray | None = None  # uint8/16 [P + N - 1 - start, L, K], rows from the first token not known before
+    experts: np.ndarray | None = (
+        None  # uint8/16 [P + N - 1 - start, L, K], rows from the first token not known before
+    )
 
 
 class Trace:
@@ -226,13 +269,17 @@ class Trace:
 
     def reply(self, r: Reply, owned: bool = True) -> None:
         """Append an engine's reply exactly as it was sampled; one that another row owns is context here."""
-        if r.experts is not None:  # rows of tokens that are there already replace them: a refit has routed them anew
+        if (
+            r.experts is not None
+        ):  # rows of tokens that are there already replace them: a refit has routed them anew
             first = len(self) + len(r.tokens) - 1 - len(r.experts)
             self.experts = [*([np.concatenate(self.experts)[:first]] if first else []), r.experts]
         if not owned:
             return self.context(r.tokens.tolist())
         self.replies.append((len(self), len(self) + len(r.tokens), r.digest))
-        self._append(r.tokens.tolist(), [True] * len(r.tokens), r.logprobs.tolist(), r.versions.tolist())
+        self._append(
+            r.tokens.tolist(), [True] * len(r.tokens), r.logprobs.tolist(), r.versions.tolist()
+        )
 
     def segment(self, result: Result, group_id: int, rollout_id: int) -> Segment:
         """The training row, up to the last sampled token."""
@@ -243,7 +290,13 @@ class Trace:
             ok = np.arange(end) < len(rows)
         kinds = {"tokens": np.int32, "mask": bool, "logprobs": np.float32, "versions": np.int32}
         rows = {name: np.asarray(getattr(self, name)[:end], kind) for name, kind in kinds.items()}
-        rows |= dict(experts=experts, experts_ok=ok, replies=self.replies, group_id=group_id, rollout_id=rollout_id)
+        rows |= dict(
+            experts=experts,
+            experts_ok=ok,
+            replies=self.replies,
+            group_id=group_id,
+            rollout_id=rollout_id,
+        )
         return Segment(**rows, **vars(result))
 
 
@@ -308,7 +361,9 @@ class Agent(Env):
 if __name__ == "__main__":
     question = sys.argv[1] if len(sys.argv) > 1 else "What is 17+25-8?"
     env, done = Agent(), False
-    env.reset(Task([{"role": "user", "content": question}], label=eval(re.sub(r"[^-+*\d]", "", question))))
+    env.reset(
+        Task([{"role": "user", "content": question}], label=eval(re.sub(r"[^-+*\d]", "", question)))
+    )
     print(question)
     while not done:
         observation, reward, done, info = env.step(input("> "))

@@ -29,14 +29,22 @@ class Batch:
     """What an estimator sees: the rows of this rank, and the rewards of all rollouts, the same on every rank."""
 
     mask: torch.Tensor  # [B, T] bool, action tokens
-    rollout: torch.Tensor  # [B] int64, index of each row's rollout in rewards; any valid one for a filler row
+    rollout: (
+        torch.Tensor
+    )  # [B] int64, index of each row's rollout in rewards; any valid one for a filler row
     rewards: torch.Tensor  # [R] float64, finite
     groups: torch.Tensor  # [R] int64, group of each rollout (any integers)
-    all_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # sums a tensor over all data-parallel ranks
+    all_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: (
+        x
+    )  # sums a tensor over all data-parallel ranks
     dtype: torch.dtype = torch.float32  # of the advantages; everything before is float64
     old_logprobs: torch.Tensor | None = None  # [B, T], with ref_logprobs: KL as a reward
-    ref_logprobs: torch.Tensor | None = None  # [B, T] of the reference or teacher; None: no KL, cfg.kl_… are not read
-    values: torch.Tensor | None = None  # [B, T], the critic's before the update: V_t of the state before token t
+    ref_logprobs: torch.Tensor | None = (
+        None  # [B, T] of the reference or teacher; None: no KL, cfg.kl_… are not read
+    )
+    values: torch.Tensor | None = (
+        None  # [B, T], the critic's before the update: V_t of the state before token t
+    )
     named_rewards: torch.Tensor | None = None  # [R, K] float64, for gdpo
     truncated: torch.Tensor | None = None  # [R] bool, for cfg.bootstrap_truncated
 
@@ -50,7 +58,9 @@ class Batch:
 def group_sum(x: torch.Tensor, batch: Batch, reduce: str = "sum") -> torch.Tensor:
     """The sum of x over the group of each rollout, or another of torch's reductions: [R] -> [R]."""
     ids, group = batch.groups.unique(return_inverse=True)  # [G], [R]
-    return x.new_zeros(len(ids)).scatter_reduce(0, group, x, reduce, include_self=False)[group]  # [R]
+    return x.new_zeros(len(ids)).scatter_reduce(0, group, x, reduce, include_self=False)[
+        group
+    ]  # [R]
 
 
 def centre(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,7 +80,9 @@ def centre(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def lengths(batch: Batch) -> torch.Tensor:
     """Action tokens of each rollout, over all its rows and all ranks: [R] float64."""
     rows = batch.mask.sum(1).double()  # [B]
-    return batch.all_sum(rows.new_zeros(len(batch.rewards)).index_add(0, batch.rollout, rows))  # [R]
+    return batch.all_sum(
+        rows.new_zeros(len(batch.rewards)).index_add(0, batch.rollout, rows)
+    )  # [R]
 
 
 def spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -81,20 +93,27 @@ def spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 def whiten(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(x - mean) / sqrt(max(var, 1e-8)) over the action tokens of all ranks: [B, T], 0 off the mask."""
     mask = batch.mask  # [B, T]
-    total = batch.all_sum(torch.stack([(x * mask).sum(), mask.sum().to(x.dtype)]))  # [2]: sum, number of tokens
+    total = batch.all_sum(
+        torch.stack([(x * mask).sum(), mask.sum().to(x.dtype)])
+    )  # [2]: sum, number of tokens
     count = total[1].clamp(min=1)
     centred = (x - total[0] / count) * mask  # [B, T]
     variance = batch.all_sum(centred.square().sum()) / count
     return centred / variance.clamp(min=1e-8).sqrt()
 
 
-def finish(advantages: torch.Tensor, batch: Batch, whitened: bool = False) -> tuple[torch.Tensor, dict]:
+def finish(
+    advantages: torch.Tensor, batch: Batch, whitened: bool = False
+) -> tuple[torch.Tensor, dict]:
     """Whitened if asked for, cast to the batch's dtype; (sum, count) metrics over this rank's action tokens.
 
     kl/ref: k1, whatever cfg.kl_type is: its mean estimates KL(pi_old | reference), which an adaptive coefficient needs.
     """
     advantages, count = whiten(advantages, batch) if whitened else advantages, batch.mask.sum()
-    metrics = {"advantage/mean": (advantages.sum(), count), "advantage/abs": (advantages.abs().sum(), count)}
+    metrics = {
+        "advantage/mean": (advantages.sum(), count),
+        "advantage/abs": (advantages.abs().sum(), count),
+    }
     if batch.ref_logprobs is not None:
         metrics["kl/ref"] = (kl(batch, "k1").sum(), count)
     return advantages.to(batch.dtype), metrics
@@ -176,7 +195,9 @@ def explained_variance(batch: Batch, targets: torch.Tensor) -> float:
     """
     x = torch.stack([targets.double(), targets.double() - batch.values.double()])  # [2, B, T]
     x = x.masked_fill(~batch.mask, 0.0).flatten(1)  # [2, B·T]
-    moments = batch.all_sum(torch.stack([x.sum(1), x.square().sum(1), batch.mask.sum().double().expand(2)]))  # [3, 2]
+    moments = batch.all_sum(
+        torch.stack([x.sum(1), x.square().sum(1), batch.mask.sum().double().expand(2)])
+    )  # [3, 2]
     total, missed = (moments[1] / moments[2] - (moments[0] / moments[2]).square()).tolist()
     return 1 - missed / total if total > 1e-12 else 0.0
 
@@ -243,7 +264,9 @@ def maxrl(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
 def lite_ppo(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     """(R - mean(G)) / (std of the rewards of the batch + 1e-6), unbiased std. arXiv 2508.08221"""
     centred, _, _ = centre(batch)
-    _, std, _ = centre(replace(batch, groups=torch.zeros_like(batch.groups)))  # the batch as one group
+    _, std, _ = centre(
+        replace(batch, groups=torch.zeros_like(batch.groups))
+    )  # the batch as one group
     return finish(spread(centred / (std + 1e-6), batch), batch)
 
 
@@ -275,10 +298,32 @@ def sft(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     return finish(batch.mask.double(), batch)
 
 
-EVERY = (grpo, dr_grpo, rloo, reinforce, reinforce_baseline, gae, opd, maxrl, lite_ppo, opo, gdpo, sft)
+EVERY = (
+    grpo,
+    dr_grpo,
+    rloo,
+    reinforce,
+    reinforce_baseline,
+    gae,
+    opd,
+    maxrl,
+    lite_ppo,
+    opo,
+    gdpo,
+    sft,
+)
 ESTIMATORS = {estimator.__name__: estimator for estimator in EVERY}
 # these compare the n >= 2 rollouts of each prompt, and take no KL as a reward
-GROUP_ESTIMATORS = {"grpo", "dr_grpo", "rloo", "reinforce_baseline", "maxrl", "lite_ppo", "opo", "gdpo"}
+GROUP_ESTIMATORS = {
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_baseline",
+    "maxrl",
+    "lite_ppo",
+    "opo",
+    "gdpo",
+}
 
 
 # ---- rewards and groups before the credit
@@ -297,7 +342,9 @@ def overlong(length: torch.Tensor, limit: float, buffer: float) -> torch.Tensor:
 def keeps(scores: list[float], n: int, low: float, high: float) -> bool:
     """Dynamic sampling: whether all n rollouts of a group are there, and low < mean < high. arXiv 2503.14476"""
     # Not the mean itself, which rounds: n equal scores at a bound must be at the bound.
-    return len(scores) == n and math.fsum(s - low for s in scores) > 0 < math.fsum(high - s for s in scores)
+    return len(scores) == n and math.fsum(s - low for s in scores) > 0 < math.fsum(
+        high - s for s in scores
+    )
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

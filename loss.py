@@ -43,7 +43,13 @@ def k3(d: Tensor) -> Tensor:
 
 @torch.no_grad()
 def correction(
-    old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, level: str, mode: str, band: tuple, gate_only=False
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    mask: Tensor,
+    level: str,
+    mode: str,
+    band: tuple,
+    gate_only=False,
 ) -> tuple[Tensor, dict]:
     """Importance weight w = pi_old / pi_behaviour of each token, behind a gate: [B, T], no gradient, 0 off the mask.
 
@@ -57,7 +63,9 @@ def correction(
     Raises ValueError for a level and a mode that do not exist or do not go together.
     """
     if gate_only and level == "token":
-        raise ValueError("--is_level token: this loss has one ratio per sequence, set --is_level seq, geo or off")
+        raise ValueError(
+            "--is_level token: this loss has one ratio per sequence, set --is_level seq, geo or off"
+        )
     u = log_ratio(old_logprobs, behaviour_logprobs, mask)  # [B, T]
     low, high = band
     w = exp(u)  # [B, T]
@@ -69,10 +77,16 @@ def correction(
         case "token", "trunc":
             weights = w.clamp(max=high)  # [B, T]
         case "token" | "seq" | "geo", "mask":
-            unit = exp({"token": u, "seq": u.sum(1, keepdim=True), "geo": row_mean(u, mask)}[level])  # [B, T] or [B, 1]
-            weights = torch.where((low <= unit) & (unit <= high), torch.ones_like(w) if gate_only else w, 0.0)  # [B, T]
+            unit = exp(
+                {"token": u, "seq": u.sum(1, keepdim=True), "geo": row_mean(u, mask)}[level]
+            )  # [B, T] or [B, 1]
+            weights = torch.where(
+                (low <= unit) & (unit <= high), torch.ones_like(w) if gate_only else w, 0.0
+            )  # [B, T]
         case _:
-            raise ValueError(f"--is_level {level} --is_mode {mode}: off; token mask|clip|trunc; seq|geo mask")
+            raise ValueError(
+                f"--is_level {level} --is_mode {mode}: off; token mask|clip|trunc; seq|geo mask"
+            )
     weights = weights.masked_fill(~mask, 0.0)  # [B, T]
     rejected, count = ((weights == 0) & mask).sum(), mask.sum()
     return weights, {"is/weight_mean": (weights.sum(), count), "is/rejected": (rejected, count)}
@@ -102,23 +116,33 @@ def surrogate(ratio: Tensor, advantages: Tensor, mask: Tensor, cfg) -> tuple[Ten
     """
     advantages = credit(advantages, mask, ratio)  # [B, T]
     unclipped = -ratio * advantages  # [B, T]
-    losses = torch.maximum(unclipped, -ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages)  # [B, T]
+    losses = torch.maximum(
+        unclipped, -ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
+    )  # [B, T]
     if cfg.dual_clip:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -cfg.dual_clip * advantages), losses)  # [B, T]
+        losses = torch.where(
+            advantages < 0, torch.minimum(losses, -cfg.dual_clip * advantages), losses
+        )  # [B, T]
     return losses, clip_metrics(ratio, losses != unclipped, mask)
 
 
-def ppo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def ppo(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """`surrogate` of r = pi / pi_old. arXiv 1707.06347; clip_high above clip_low is clip-higher, arXiv 2503.14476"""
     return surrogate(exp(log_ratio(logprobs, old_logprobs, mask)), advantages, mask, cfg)
 
 
-def pg(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def pg(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """-A·log pi of each token, the policy gradient without a ratio: [B, T]. Reads no old log-probs and no cfg."""
     return -credit(advantages, mask, logprobs) * logprobs.masked_fill(~mask, 0.0), {}
 
 
-def gspo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def gspo(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """`surrogate` of one ratio per row, s = exp(mean of log r over its action tokens): [B, T]. arXiv 2507.18071
 
     Every action token of a row has the row's loss (with its own A, should A differ), so that the mean over the tokens
@@ -128,13 +152,17 @@ def gspo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
     return surrogate(s.expand(mask.shape), advantages, mask, cfg)
 
 
-def gspo_token(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def gspo_token(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """`surrogate` of s_t = sg(s)·pi / sg(pi): the value of `gspo`, a gradient for each token alone. arXiv 2507.18071"""
     s = exp(row_mean(log_ratio(logprobs, old_logprobs, mask), mask)).detach()  # [B, 1]
     return surrogate(s * exp(log_ratio(logprobs, logprobs.detach(), mask)), advantages, mask, cfg)
 
 
-def cispo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def cispo(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high))·A·log pi of each token: [B, T]. arXiv 2506.13585
 
     A clipped token keeps a gradient, unlike in `ppo`. clip_low 1 is no lower bound, as in the paper.
@@ -145,7 +173,9 @@ def cispo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
     return losses, clip_metrics(ratio, clipped != ratio, mask)
 
 
-def sapo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def sapo(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """-(4 / tau)·sigmoid(tau·(r - 1))·A of each token, a soft clip: [B, T]. arXiv 2511.20347
 
     sapo_tau: tau where A > 0, and tau elsewhere.
@@ -158,7 +188,9 @@ def sapo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
     return losses, {"loss/ratio_max": ratio.detach().masked_fill(~mask, 0.0).max()}
 
 
-def gmpo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def gmpo(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """-A·exp(mean of q over the row's action tokens), q = log r clipped where that lowers A·q: [B, T]. arXiv 2507.20673
 
     q_t = sgn(A)·min(sgn(A)·log r_t, clip(sgn(A)·log r_t, ±band)): log r_t is held under clip_high where A > 0, over
@@ -172,7 +204,9 @@ def gmpo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None)
     return -factor * advantages, clip_metrics(exp(u), sign * u > bound, mask)
 
 
-def dppo(logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None) -> tuple[Tensor, dict]:
+def dppo(
+    logprobs, old_logprobs, advantages, mask, cfg, behaviour_logprobs=None
+) -> tuple[Tensor, dict]:
     """-A·(pi / pi_behaviour) of each token: [B, T], 0 where pi has gone by more than dppo_delta. arXiv 2602.04879
 
     A token is dropped if A > 0 and pi - pi_b > delta, or A < 0 and pi_b - pi > delta. No correction goes with it: the
@@ -194,7 +228,10 @@ CLIPS = {  # clip_low, clip_high that each paper uses; the other losses read nei
     "cispo": (1.0, 4.0),  # its upper bound has to be tuned
     "gmpo": (0.4, 0.4),
 }
-SEQUENCE_LOSSES = {"gspo", "gmpo"}  # one ratio per row: a correction is a gate over whole rows, of weight 0 or 1
+SEQUENCE_LOSSES = {
+    "gspo",
+    "gmpo",
+}  # one ratio per row: a correction is a gate over whole rows, of weight 0 or 1
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str) -> tuple[Tensor, dict]:
@@ -206,7 +243,9 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str) -> 
     """
     d = log_ratio(logprobs, ref_logprobs, mask)  # [B, T]
     if kind not in ("k2", "k3"):
-        raise ValueError(f"{kind} is no KL loss, take k2 or k3: the expected gradient of k1 is zero")
+        raise ValueError(
+            f"{kind} is no KL loss, take k2 or k3: the expected gradient of k1 is zero"
+        )
     losses = d.square() / 2 if kind == "k2" else k3(d)  # [B, T]
     return losses, {"kl/loss": (losses.detach().sum(), mask.sum())}
 
@@ -221,18 +260,27 @@ def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
     return -entropy.masked_fill(~mask, 0.0)
 
 
-def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tensor, clip: float) -> tuple[Tensor, dict]:
+def value_loss(
+    values: Tensor, old_values: Tensor, targets: Tensor, mask: Tensor, clip: float
+) -> tuple[Tensor, dict]:
     """.5·max((V - R)², (V_old + clip(V - V_old, ±c) - R)²) of each token: [B, T], 0 off the mask; clip 0 is off.
 
     R is the value target, V_old the critic's value before the update, from which it was made. arXiv 2005.12729
     Metrics: value/clip_share, the share of action tokens whose loss the clip decides; value/error, mean |V - R|.
     """
-    values, old_values, targets = (x.masked_fill(~mask, 0.0) for x in (values, old_values, targets))  # [B, T]
+    values, old_values, targets = (
+        x.masked_fill(~mask, 0.0) for x in (values, old_values, targets)
+    )  # [B, T]
     free = (values - targets).square()  # [B, T]
-    held = (old_values + (values - old_values).clamp(-clip, clip) - targets).square() if clip else free  # [B, T]
+    held = (
+        (old_values + (values - old_values).clamp(-clip, clip) - targets).square() if clip else free
+    )  # [B, T]
     with torch.no_grad():
         n, clipped = mask.sum(), (held > free).sum()
-        metrics = {"value/clip_share": (clipped, n), "value/error": ((values - targets).abs().sum(), n)}
+        metrics = {
+            "value/clip_share": (clipped, n),
+            "value/error": ((values - targets).abs().sum(), n),
+        }
     return torch.maximum(free, held) / 2, metrics
 
 
@@ -245,7 +293,9 @@ def balance_loss(probs: Tensor, mask: Tensor, counts: Tensor, tokens: float) -> 
     micro-batch's part of the sum, and neither the loss nor its gradient depends on how rows were dealt out.
     """
     share = counts.double() / counts.sum().clamp(min=1)  # [E]
-    mean = probs.masked_fill(~mask[..., None], 0.0).sum((0, 1)) / max(tokens, 1)  # [E], this micro-batch's part
+    mean = probs.masked_fill(~mask[..., None], 0.0).sum((0, 1)) / max(
+        tokens, 1
+    )  # [E], this micro-batch's part
     return len(counts) * (share.to(mean.dtype) * mean).sum()
 
 
@@ -284,7 +334,15 @@ def gap(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> dict:
     tokens: how many. A nan on a token of the mask stays nan, so that a gate must ask for `gap <= limit`, never for
     `gap > limit`.
     """
-    d = log_ratio(logprobs.double(), behaviour_logprobs.double(), mask)  # [B, T]; e^-d - 1 + d cancels in float32
+    d = log_ratio(
+        logprobs.double(), behaviour_logprobs.double(), mask
+    )  # [B, T]; e^-d - 1 + d cancels in float32
     n = mask.sum()
     p999 = d.abs().flatten().topk(int(n) // 1000 + 1).values[-1]  # a nan counts as the largest
-    return {"mean": (d.abs().sum(), n), "k3": (k3(d).sum(), n), "max": d.abs().max(), "p999": p999, "tokens": (n, 0)}
+    return {
+        "mean": (d.abs().sum(), n),
+        "k3": (k3(d).sum(), n),
+        "max": d.abs().max(),
+        "p999": p999,
+        "tokens": (n, 0),
+    }

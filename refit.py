@@ -24,13 +24,18 @@ import torch.distributed as dist
 from agent import InvariantError
 
 START_TIMEOUT = 1800  # seconds for the engines to load
-ALIGN, PAGE = 16, 4096  # bytes: a view of another dtype needs an aligned start; buckets are whole pages
+ALIGN, PAGE = (
+    16,
+    4096,
+)  # bytes: a view of another dtype needs an aligned start; buckets are whole pages
 
 
 def group(host: str, port: int, rank: int, world: int, device: str, seconds: float, store=None):
     """The refit group; rank 0 is the trainer and owns the store. seconds: that one broadcast may take."""
     limit = timedelta(seconds=seconds)
-    store = dist.PrefixStore("refit", store or dist.TCPStore(host, port, world, is_master=False, timeout=limit))
+    store = dist.PrefixStore(
+        "refit", store or dist.TCPStore(host, port, world, is_master=False, timeout=limit)
+    )
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world, limit)
     options = dist.ProcessGroupNCCL.Options()
@@ -48,7 +53,9 @@ def checksum(flat: torch.Tensor) -> int:
     times an odd number of its own, modulo 2^64. A changed word always changes it; so does a moved one, unless the word in whose
     place it is differs in both halves alike."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for i, words in enumerate(flat.view(torch.int64).view(-1, PAGE // 8).split(1024)):  # [pages, 512]
+    for i, words in enumerate(
+        flat.view(torch.int64).view(-1, PAGE // 8).split(1024)
+    ):  # [pages, 512]
         mixed = words >> 32
         mixed ^= words  # a product may lose a word's high bits, so that the low ones have to tell of them
         columns, pages = mixed.sum(0), mixed.sum(1)
@@ -103,7 +110,9 @@ def hf_tensors(model, dtype: torch.dtype):
         if isinstance(full, dist.tensor.DTensor):
             full = full.to(full.device_mesh.device_type).full_tensor()
         name = name.replace("_checkpoint_wrapped_module.", "")
-        for hf_name, tensor in adapter.convert_single_tensor_to_hf(name, full) if adapter else [(name, full)]:
+        for hf_name, tensor in (
+            adapter.convert_single_tensor_to_hf(name, full) if adapter else [(name, full)]
+        ):
             yield hf_name, tensor.to(dtype)
 
 
@@ -123,9 +132,14 @@ def buckets(tensors, limit: int):
 def pack(bucket: list) -> tuple[torch.Tensor, dict]:
     """One bucket as (flat uint8 tensor, the description that the workers unpack it by)."""
     names, tensors = zip(*bucket)
-    dtypes, shapes = [str(t.dtype).removeprefix("torch.") for t in tensors], [list(t.shape) for t in tensors]
+    dtypes, shapes = (
+        [str(t.dtype).removeprefix("torch.") for t in tensors],
+        [list(t.shape) for t in tensors],
+    )
     spans, size = offsets(dtypes, shapes)
-    flat = torch.zeros(size, dtype=torch.uint8, device=tensors[0].device)  # padding has to be equal too
+    flat = torch.zeros(
+        size, dtype=torch.uint8, device=tensors[0].device
+    )  # padding has to be equal too
     for (start, end), tensor in zip(spans, tensors):
         flat[start:end] = tensor.contiguous().flatten().view(torch.uint8)
     return flat, dict(names=list(names), dtypes=dtypes, shapes=shapes, checksum=checksum(flat))
@@ -149,7 +163,9 @@ def answers(engines: list, calls: list, limit: float) -> list:
         except ray.exceptions.RayError as e:
             found.append(e)
     if left := sum(isinstance(x, ray.exceptions.ActorUnavailableError) for x in found):
-        raise EngineLeft(f"{left} engines died, {len(hung)} of them as they did not answer within {limit:.0f} s")
+        raise EngineLeft(
+            f"{left} engines died, {len(hung)} of them as they did not answer within {limit:.0f} s"
+        )
     for error in [x for x in found if isinstance(x, ray.exceptions.RayError)]:
         raise error
     return found
@@ -171,7 +187,13 @@ class Refit:
         deadline = time.monotonic() + START_TIMEOUT
         while self.engines:
             try:
-                if not all(ask(self.engines, self.cfg.engine_timeout if self.group else START_TIMEOUT, "joined")):
+                if not all(
+                    ask(
+                        self.engines,
+                        self.cfg.engine_timeout if self.group else START_TIMEOUT,
+                        "joined",
+                    )
+                ):
                     self.rendezvous()
                 return
             except (EngineLeft, dist.DistError):
@@ -182,9 +204,19 @@ class Refit:
     def rendezvous(self) -> None:
         device, tp = compute_device(self.model), self.cfg.engine_tp
         world, limit = 1 + len(self.engines) * tp, timedelta(seconds=self.cfg.refit_timeout)
-        store = dist.TCPStore(self.host, 0, world, is_master=True, wait_for_workers=False, timeout=limit)
-        where = dict(host=self.host, port=store.port, world=world, device=device, seconds=self.cfg.refit_timeout)
-        joins = [e.do.remote("join", where | {"rank": 1 + i * tp}) for i, e in enumerate(self.engines)]
+        store = dist.TCPStore(
+            self.host, 0, world, is_master=True, wait_for_workers=False, timeout=limit
+        )
+        where = dict(
+            host=self.host,
+            port=store.port,
+            world=world,
+            device=device,
+            seconds=self.cfg.refit_timeout,
+        )
+        joins = [
+            e.do.remote("join", where | {"rank": 1 + i * tp}) for i, e in enumerate(self.engines)
+        ]
         self.group = group(rank=0, store=store, **where)
         answers(self.engines, joins, self.cfg.refit_timeout)
 
@@ -195,18 +227,27 @@ class Refit:
         has died or hangs: then all are started again, so that none goes on with a part of the weights.
         """
         start, self.failed, self.sent, self.pending = time.perf_counter(), None, [], []
-        limit, reply = self.cfg.refit_timeout, self.cfg.episode_timeout  # without --partial a pause waits for replies
+        limit, reply = (
+            self.cfg.refit_timeout,
+            self.cfg.episode_timeout,
+        )  # without --partial a pause waits for replies
         rebuilt = self.attempt(ask, self.engines, limit + reply, "pause")
         self.attempt(ask, self.engines, limit, "begin")
         paused = time.perf_counter() - start
-        for bucket in buckets(hf_tensors(self.model, getattr(torch, self.cfg.dtype)), self.cfg.refit_bucket_mb << 20):
+        for bucket in buckets(
+            hf_tensors(self.model, getattr(torch, self.cfg.dtype)), self.cfg.refit_bucket_mb << 20
+        ):
             self.attempt(self.send, bucket)  # every rank gathers them to the last, whatever fails
         self.attempt(self.finish)
         self.attempt(ask, self.engines, limit, "resume", version)
         if self.failed:
             raise self.failed
         seconds, size = time.perf_counter() - start, sum(n for _, n, _ in self.sent)
-        speed = {"refit/seconds": seconds, "refit/pause_seconds": paused, "refit/gb_per_s": size / seconds / 1e9}
+        speed = {
+            "refit/seconds": seconds,
+            "refit/pause_seconds": paused,
+            "refit/gb_per_s": size / seconds / 1e9,
+        }
         return speed | {"refit/rebuilt_tokens": sum(rebuilt)} if self.engines else {}
 
     def attempt(self, step, *args):
@@ -218,7 +259,10 @@ class Refit:
         except (InvariantError, ray.exceptions.RayTaskError) as e:
             told = f"refit: an engine did not take the weights; the engines stay paused\n{e}"
             self.failed = e if isinstance(e, InvariantError) else InvariantError(told)
-        except (ray.exceptions.RayError, RuntimeError) as e:  # of an engine, or of the group that it has left
+        except (
+            ray.exceptions.RayError,
+            RuntimeError,
+        ) as e:  # of an engine, or of the group that it has left
             self.failed = EngineLeft(str(e))
             for engine in self.engines:
                 ray.kill(engine, no_restart=False)
@@ -242,7 +286,9 @@ class Refit:
             for rank, got in enumerate(workers):
                 if list(got) != want:
                     told = f"refit: engine {i} worker {rank} loaded {got[0]} tensors with checksum {got[1]:x}"
-                    raise InvariantError(f"{told}, sent were {want[0]} with {want[1]:x}; the engines stay paused")
+                    raise InvariantError(
+                        f"{told}, sent were {want[0]} with {want[1]:x}; the engines stay paused"
+                    )
 
 
 if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm, which takes 15 s
@@ -251,7 +297,10 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
     from vllm.distributed.weight_transfer import base
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     @dataclass
     class Init(base.WeightTransferInitInfo):
@@ -284,7 +333,9 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
             for module in self.model.modules():
                 method = getattr(module, "quant_method", None)
                 if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None  # else vLLM 0.30 does not repack MoE experts on CPU, without a word
+                    method.moe_kernel = (
+                        None  # else vLLM 0.30 does not repack MoE experts on CPU, without a word
+                    )
             initialize_layerwise_reload(self.model)
             self.loaded = [0, 0]  # tensors handed to the loader, sum of their buckets' checksums
 
@@ -293,12 +344,16 @@ if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm
             flat = torch.empty(size, dtype=torch.uint8, device=self.device)
             broadcast(self.group, flat)
             if (got := checksum(flat)) != bucket.checksum:
-                raise RuntimeError(f"refit: a bucket arrived with checksum {got:x} instead of {bucket.checksum:x}")
+                raise RuntimeError(
+                    f"refit: a bucket arrived with checksum {got:x} instead of {bucket.checksum:x}"
+                )
             self.load(bucket, flat, spans)
 
         def load(self, bucket: Bucket, flat: torch.Tensor, spans: list) -> None:
             def tensors():
-                for name, dtype, shape, (start, end) in zip(bucket.names, bucket.dtypes, bucket.shapes, spans):
+                for name, dtype, shape, (start, end) in zip(
+                    bucket.names, bucket.dtypes, bucket.shapes, spans
+                ):
                     self.loaded[0] += 1
                     yield name, flat[start:end].view(getattr(torch, dtype)).view(shape)
 

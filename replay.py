@@ -70,7 +70,9 @@ def plan(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """
     if lengths and max(lengths) > budget:
         raise ValueError(f"a row of {max(lengths)} tokens exceeds --tokens_per_microbatch {budget}")
-    share = max(max(lengths, default=0), -(-sum(lengths) // ranks))  # do not leave ranks idle for want of micro-batches
+    share = max(
+        max(lengths, default=0), -(-sum(lengths) // ranks)
+    )  # do not leave ranks idle for want of micro-batches
     micros = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if micros and (len(micros[-1]) + 1) * lengths[micros[-1][0]] <= min(budget, share):
@@ -91,7 +93,10 @@ def pack(segments: list[Segment], rows: list[int], owners: list[int] | None = No
     owners: the batch's rollout that each of the segments belongs to.
     """
     picked = [segments[i] for i in rows]
-    shape = max(1, len(picked)), max([2, *map(len, picked)])  # two tokens at least, to predict one from the other
+    shape = (
+        max(1, len(picked)),
+        max([2, *map(len, picked)]),
+    )  # two tokens at least, to predict one from the other
     out = MicroBatch(
         rows,
         torch.tensor([owners[i] for i in rows] if owners and rows else [0] * shape[0]),
@@ -123,16 +128,23 @@ def check_identity(micro: MicroBatch, segments: list[Segment]) -> int:
     Raises InvariantError when a digest differs or when the mask is not exactly the union of the replies.
     """
     for b, row in enumerate(micro.rows):
-        tokens, logprobs, versions = (x[b].numpy() for x in (micro.tokens, micro.behaviour_logprobs, micro.versions))
+        tokens, logprobs, versions = (
+            x[b].numpy() for x in (micro.tokens, micro.behaviour_logprobs, micro.versions)
+        )
         sampled, rollout = np.zeros(len(tokens), bool), f"rollout {segments[row].rollout_id}"
         for i, (start, end, mark) in enumerate(segments[row].replies):
             sampled[start:end] = True
-            if digest(tokens[:start], tokens[start:end], logprobs[start:end], versions[start:end]) != mark:
+            if (
+                digest(tokens[:start], tokens[start:end], logprobs[start:end], versions[start:end])
+                != mark
+            ):
                 reply = f"reply {i} of {rollout} (tokens {start} to {end}) is not what the engine sampled"
                 why = "its ids, log-probs or versions changed on the way (tokens/digest_mismatch)"
                 raise InvariantError(f"token identity: {reply}: {why}")
         if (sampled != micro.mask[b].numpy()).any():
-            raise InvariantError(f"token identity: the mask of {rollout} is not where the engine sampled")
+            raise InvariantError(
+                f"token identity: the mask of {rollout} is not where the engine sampled"
+            )
     return int(micro.mask.sum())
 
 
@@ -158,7 +170,9 @@ class Head:
 
     def chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden [n, H], targets [n] -> [n, 2]: log-softmax of logits / temperature at the target, and its entropy."""
-        logits = F.linear(hidden, self.linear.weight, self.linear.bias).float() / self.temperature  # [n, V]
+        logits = (
+            F.linear(hidden, self.linear.weight, self.linear.bias).float() / self.temperature
+        )  # [n, V]
         normaliser = logits.logsumexp(-1)  # [n]
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser  # [n]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
@@ -185,7 +199,9 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, T, H] -> [N, 1] float32."""
-        return F.linear(hidden[self.where].float(), *(p.to(hidden.device) for p in (self.weight, self.bias)))
+        return F.linear(
+            hidden[self.where].float(), *(p.to(hidden.device) for p in (self.weight, self.bias))
+        )
 
 
 class Router:
@@ -193,7 +209,9 @@ class Router:
 
     def __init__(self, layer: int):
         self.layer, self.agree, self.total = layer, 0, 0
-        self.target = self.counted = self.route = self.seen = None  # route: the own `_route_scores` of a watched gate
+        self.target = self.counted = self.route = self.seen = (
+            None  # route: the own `_route_scores` of a watched gate
+        )
 
     def watch(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Stands in for the gate's `_route_scores`: logits [N, E] -> weights [N, K], experts [N, K], probabilities [N, E].
@@ -222,8 +240,18 @@ class Replay:
     watched: keep what the gates of a forward gave, for a load-balance loss.
     """
 
-    def __init__(self, model: torch.nn.Module, temperature: float, head: Head | ValueHead | None = None, watched=False):
-        self.model, self.temperature, self.head = model, temperature, head or Head(model.get_output_embeddings())
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        temperature: float,
+        head: Head | ValueHead | None = None,
+        watched=False,
+    ):
+        self.model, self.temperature, self.head = (
+            model,
+            temperature,
+            head or Head(model.get_output_embeddings()),
+        )
         self.routers, self.watched = [], watched
         for name, module in model.named_modules():
             if getattr(module, "router_replay", None) is not None:
@@ -240,7 +268,9 @@ class Replay:
             r.seen = ()
             if micro.experts is not None:
                 r.target = micro.experts[:, :, r.layer].flatten(0, 1).long()  # [B * T, K]
-                r.counted = None if counted is None else (counted.flatten() & (r.target >= 0).all(-1))
+                r.counted = (
+                    None if counted is None else (counted.flatten() & (r.target >= 0).all(-1))
+                )
         try:
             yield
         finally:
@@ -249,16 +279,28 @@ class Replay:
 
     def load(self, micro: MicroBatch) -> torch.Tensor:
         """Tokens that each expert got in the forward in `experts`, 1 / K for each of a token's K: float64 [routers, E]."""
-        real, seen = micro.real.flatten(), [r.seen for r in self.routers]  # [B * T]; [B * T, K], [B * T, E] each
-        return torch.stack([u[real].flatten().bincount(minlength=p.shape[-1]).double() / u.shape[-1] for u, p in seen])
+        real, seen = (
+            micro.real.flatten(),
+            [r.seen for r in self.routers],
+        )  # [B * T]; [B * T, K], [B * T, E] each
+        return torch.stack(
+            [
+                u[real].flatten().bincount(minlength=p.shape[-1]).double() / u.shape[-1]
+                for u, p in seen
+            ]
+        )
 
     def expert_metrics(self, micro: MicroBatch) -> dict:
         """experts/replayed (share of token-layers), experts/agreement (since the last call), experts/missing (sampled tokens
         that were an input but have no row). Empty for a dense model or without rows."""
         if micro.experts is None or not self.routers:
             return {}
-        inputs = F.pad(~micro.padding[:, 1:], (0, 1))  # [B, T], a row's last token is never an input that predicts
-        have = (micro.experts[:, :, [r.layer for r in self.routers]] >= 0).all(-1)  # [B, T, routers]
+        inputs = F.pad(
+            ~micro.padding[:, 1:], (0, 1)
+        )  # [B, T], a row's last token is never an input that predicts
+        have = (micro.experts[:, :, [r.layer for r in self.routers]] >= 0).all(
+            -1
+        )  # [B, T, routers]
         missing = inputs & micro.mask & ~have.all(-1)  # [B, T]
         agree, total = sum(r.agree for r in self.routers), sum(r.total for r in self.routers)
         for r in self.routers:
@@ -269,17 +311,25 @@ class Replay:
             "experts/missing": (missing.sum(), 0),
         }
 
-    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, micro: MicroBatch, temperature: float | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """What the head gives for tokens[b, t] given tokens[b, :t], each [B, T], 0 off the mask: (log-probs, entropies) or
         (values,)."""
         self.head.temperature = self.temperature if temperature is None else temperature
-        predicts = F.pad(micro.mask[:, 1:], (0, 1))  # position t - 1 predicts token t: the one shift
+        predicts = F.pad(
+            micro.mask[:, 1:], (0, 1)
+        )  # position t - 1 predicts token t: the one shift
         if not predicts.any():
             predicts[0, 0] = True  # FSDP needs a graph on every rank; what it gives is masked below
         self.head.where, self.head.targets = predicts, micro.tokens.roll(-1, 1)[predicts]
-        positions = torch.arange(micro.tokens.shape[1], device=micro.tokens.device)[None].expand_as(micro.tokens)
+        positions = torch.arange(micro.tokens.shape[1], device=micro.tokens.device)[None].expand_as(
+            micro.tokens
+        )
         extra = {"padding_mask": micro.padding} if self.routers else {"use_cache": False}
-        out = self.model(input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra)
+        out = self.model(
+            input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra
+        )
         found = getattr(out, "logits", out)  # [N, C]
         full = found.new_zeros((*micro.mask.shape, found.shape[-1]))
         full[predicts] = found  # [B, T, C]

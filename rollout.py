@@ -32,11 +32,25 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from safetensors.numpy import load_file, save_file
 
-from agent import BadInput, ChatAgent, Reply, Result, Segment, Task, Trace, bound, digest, load_agent
+from agent import (
+    BadInput,
+    ChatAgent,
+    Reply,
+    Result,
+    Segment,
+    Task,
+    Trace,
+    bound,
+    digest,
+    load_agent,
+)
 from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
 
-DEATHS, RUNNER_DEATHS = 5, 20  # of Engines during one batch, of Runners during one group, before the run ends
+DEATHS, RUNNER_DEATHS = (
+    5,
+    20,
+)  # of Engines during one batch, of Runners during one group, before the run ends
 PLACE_TIMEOUT = 60  # seconds in which a cluster has to have room for all actors
 
 
@@ -48,30 +62,51 @@ class Engine:
         os.setpgid(0, 0)
         self.bound = bound(os.getpid())  # else vLLM's core and workers outlive this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # with executor "uni": the worker lives inside EngineCore
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+            "0"  # with executor "uni": the worker lives inside EngineCore
+        )
         if cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             if cfg.engine_tp > 1:  # a core for each worker
-                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(cfg.engine_tp))))
+                os.environ.setdefault(
+                    "VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(cfg.engine_tp)))
+                )
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         import refit  # noqa: F401  registers the transport here; the worker imports it through worker_extension_cls
 
-        args = dict(model=cfg.model, dtype=cfg.dtype, seed=cfg.seed + index, max_model_len=cfg.max_context)
-        args |= dict(enforce_eager=cpu, enable_prefix_caching=True, enable_return_routed_experts=cfg.replay_experts)
+        args = dict(
+            model=cfg.model, dtype=cfg.dtype, seed=cfg.seed + index, max_model_len=cfg.max_context
+        )
+        args |= dict(
+            enforce_eager=cpu,
+            enable_prefix_caching=True,
+            enable_return_routed_experts=cfg.replay_experts,
+        )
         args |= dict(logprobs_mode="processed_logprobs")  # what was sampled from, after temperature
         args |= dict(weight_transfer_config=WeightTransferConfig(backend="instar"))
-        args |= dict(worker_extension_cls="refit.WorkerExtension", tensor_parallel_size=cfg.engine_tp)
+        args |= dict(
+            worker_extension_cls="refit.WorkerExtension", tensor_parallel_size=cfg.engine_tp
+        )
         args |= dict(distributed_executor_backend="uni" if cfg.engine_tp == 1 else "mp")
         args |= dict(use_tqdm_on_load=False, disable_log_stats=True)  # nobody reads them
         if not cpu:
             args["gpu_memory_utilization"] = cfg.engine_memory
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args | json.loads(cfg.engine_args)))
-        self.cfg, self.version, self.spans, self.released, self.in_group = cfg, -1, {}, asyncio.Event(), False
-        self.tasks, self.replies = {}, defaultdict(asyncio.Queue)  # running requests; finished ones of each Runner
+        self.cfg, self.version, self.spans, self.released, self.in_group = (
+            cfg,
+            -1,
+            {},
+            asyncio.Event(),
+            False,
+        )
+        self.tasks, self.replies = (
+            {},
+            defaultdict(asyncio.Queue),
+        )  # running requests; finished ones of each Runner
         self.busy, self.working, self.since = 0.0, False, time.perf_counter()
 
     async def do(self, method: str, *args):
@@ -114,7 +149,14 @@ class Engine:
             self.tasks[name].cancel()
 
     async def generate(
-        self, name: str, ids: list[int], max_tokens: int, known=0, temperature=None, stop=(), grammar=None
+        self,
+        name: str,
+        ids: list[int],
+        max_tokens: int,
+        known=0,
+        temperature=None,
+        stop=(),
+        grammar=None,
     ) -> Reply:
         """Sample one reply to `ids`. Waits while the engine is closed; a pause keeps the request.
 
@@ -132,7 +174,9 @@ class Engine:
             stop=list(stop),
             structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
             # a refit routes the past anew, so where one may have come between, its rows are sent again
-            routed_experts_prompt_start=known if self.cfg.replay_experts and not self.cfg.max_lag else 0,
+            routed_experts_prompt_start=known
+            if self.cfg.replay_experts and not self.cfg.max_lag
+            else 0,
         )
         self.spans[name] = [(0, self.version)]
         self.tick(True)
@@ -145,14 +189,18 @@ class Engine:
         logprobs = np.asarray(done.logprobs.logprobs, np.float32)
         versions, experts = stamp(spans, len(tokens)), done.routed_experts
         mark = digest(np.asarray(ids, np.int32), tokens, logprobs, versions)
-        if experts is not None and len(spans) > 1:  # the refit routed its past anew, and vLLM gives the rows of before
+        if (
+            experts is not None and len(spans) > 1
+        ):  # the refit routed its past anew, and vLLM gives the rows of before
             experts = (await self.once([*ids, *tokens[:-1].tolist()])).outputs[0].routed_experts
         return Reply(tokens, logprobs, versions, mark, done.finish_reason, experts)
 
     async def once(self, ids: list[int], **params):
         """vLLM's output of a request for one token after `ids`, at temperature 1."""
         name = f"once-{uuid.uuid4().hex}"
-        return await self.output(name, ids, max_tokens=1, temperature=1.0, detokenize=False, **params)
+        return await self.output(
+            name, ids, max_tokens=1, temperature=1.0, detokenize=False, **params
+        )
 
     async def output(self, name: str, ids: list[int], **params):
         """vLLM's output of one request, when it has ended."""
@@ -161,10 +209,14 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         # merged deltas would lose expert rows and blur versions
-        params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **params)
+        params = SamplingParams(
+            flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **params
+        )
         # of --stale_kv: what older weights have cached is not for new requests
         salt = str(self.version) if self.cfg.stale_kv else None
-        async for out in self.llm.generate(tokens_input(list(ids), cache_salt=salt), params, request_id=name):
+        async for out in self.llm.generate(
+            tokens_input(list(ids), cache_salt=salt), params, request_id=name
+        ):
             pass
         return out
 
@@ -202,11 +254,17 @@ class Engine:
         """
         self.released.clear()
         rebuild = not self.cfg.stale_kv
-        await self.llm.pause_generation(mode="keep" if self.cfg.partial else "wait", clear_cache=rebuild)
+        await self.llm.pause_generation(
+            mode="keep" if self.cfg.partial else "wait", clear_cache=rebuild
+        )
         if not self.llm.engine_core.outputs_queue.empty():
-            raise RuntimeError("engine: outputs were left in the queue at a pause, so token versions would be wrong")
+            raise RuntimeError(
+                "engine: outputs were left in the queue at a pause, so token versions would be wrong"
+            )
         if rebuild and not await self.llm.reset_prefix_cache():
-            raise RuntimeError("engine: the KV cache was not emptied at a pause, so stale entries would be served")
+            raise RuntimeError(
+                "engine: the KV cache was not emptied at a pause, so stale entries would be served"
+            )
         self.tick(False)
         states = self.llm.output_processor.request_states.values() if rebuild else []
         self.counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states}
@@ -264,10 +322,14 @@ class Rollout:
     other_ids: int = 0  # replies whose text encodes to other ids than were sampled: replay by text trains these wrongly
     counts: dict[str, int] = field(default_factory=dict)  # of the capture server, for the metrics
     seconds: float = 0.0
-    rows: list[dict] = field(default_factory=list)  # in the pool, in the segments' place: what the trainer's plan needs
+    rows: list[dict] = field(
+        default_factory=list
+    )  # in the pool, in the segments' place: what the trainer's plan needs
 
 
-async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0) -> Rollout:
+async def play(
+    env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0
+) -> Rollout:
     """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call` awaits a sync or async method."""
     trace = Trace(chat.opening(list(await call(env.reset, task))))
     result, other_ids = Result(truncated=True), 0  # by a limit, unless the agent ends it
@@ -280,7 +342,9 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
         other_ids += chat.encode(chat.tokenizer.decode(reply.tokens)) != reply.tokens.tolist()
         observation, reward, done, info = await call(env.step, chat.text(reply.tokens))
         result.turn_rewards.append(number(reward, f"{type(env).__name__}.step returned the reward"))
-        result.info.update({k: number(v, f"info[{k!r}] is") for k, v in info.items() if k != "rewards"})
+        result.info.update(
+            {k: number(v, f"info[{k!r}] is") for k, v in info.items() if k != "rewards"}
+        )
         result.rewards.update(info.get("rewards", {}))
         if done:
             result.truncated = False
@@ -288,7 +352,9 @@ async def play(env, task: Task, chat: Chat, generate, cfg, call, group_id: int =
         trace.context(chat.following(messages_of(observation), trace.tokens[-1])[0])
     result.reward = sum(result.turn_rewards)
     segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
-    return Rollout(group_id, rollout_id, result, segments, replies=len(trace.replies), other_ids=other_ids)
+    return Rollout(
+        group_id, rollout_id, result, segments, replies=len(trace.replies), other_ids=other_ids
+    )
 
 
 def number(value, what: str) -> float:
@@ -333,7 +399,9 @@ class Line:
                 await step()
         except Exception as e:
             self.outbox.clear()
-            kind = EngineLost if isinstance(e, ray.exceptions.ActorUnavailableError) else EngineFault
+            kind = (
+                EngineLost if isinstance(e, ray.exceptions.ActorUnavailableError) else EngineFault
+            )
             for future in self.waiting.values():
                 if not future.done():
                     future.set_exception(kind(e))
@@ -347,7 +415,9 @@ class Line:
         for name, reply in await self.engine.collect.remote(self.name):
             future = self.waiting.get(name)
             if future and not future.done():
-                future.set_exception(EngineFault(reply)) if isinstance(reply, Exception) else future.set_result(reply)
+                future.set_exception(EngineFault(reply)) if isinstance(
+                    reply, Exception
+                ) else future.set_result(reply)
 
 
 class EngineFault(RuntimeError):
@@ -376,14 +446,24 @@ class Runner:
             return await method(*args)
         return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
 
-    async def rollouts(self, tasks: list[Task], group_id: int, ids: list[int], *how) -> list[Rollout]:
+    async def rollouts(
+        self, tasks: list[Task], group_id: int, ids: list[int], *how
+    ) -> list[Rollout]:
         """One rollout of each task, all at once."""
-        return await asyncio.gather(*[self.rollout(t, group_id, i, *how) for t, i in zip(tasks, ids)])
+        return await asyncio.gather(
+            *[self.rollout(t, group_id, i, *how) for t, i in zip(tasks, ids)]
+        )
 
-    async def rollout(self, task: Task, group_id: int, rollout_id: int, attempt: int, temperature=None) -> Rollout:
+    async def rollout(
+        self, task: Task, group_id: int, rollout_id: int, attempt: int, temperature=None
+    ) -> Rollout:
         """Play one episode. A fault of the agent (it raises, is too slow, gives no number) comes back as `error`; an
         EngineFault is raised."""
-        line, calls, start = self.lines[group_id % len(self.lines)], itertools.count(), time.perf_counter()
+        line, calls, start = (
+            self.lines[group_id % len(self.lines)],
+            itertools.count(),
+            time.perf_counter(),
+        )
         limit, broken, rerun = asyncio.timeout(self.cfg.episode_timeout), [], Counter()
 
         async def generate(ids, max_tokens, known, stop=(), grammar=None):
@@ -391,7 +471,9 @@ class Runner:
                 name = f"{line.name}.{rollout_id}.{attempt}.{next(calls)}"  # of this process: another may have died
                 asked = time.perf_counter()
                 try:
-                    return await line.generate(name, ids, max_tokens, known, temperature, stop, grammar)
+                    return await line.generate(
+                        name, ids, max_tokens, known, temperature, stop, grammar
+                    )
                 except EngineLost:  # the turn begins anew, and the time is not the agent's
                     rerun["requests/rerun"] += again == 0
                     await asyncio.sleep(1)
@@ -405,18 +487,26 @@ class Runner:
             if isinstance(agent, ChatAgent):
                 run = self.converse(agent, task, generate, group_id, rollout_id)
             else:
-                run = play(agent, task, self.chat, generate, self.cfg, self.call, group_id, rollout_id)
+                run = play(
+                    agent, task, self.chat, generate, self.cfg, self.call, group_id, rollout_id
+                )
             async with limit:
                 out = await run
         except Exception:
             if broken:
                 raise broken[0] from None
             late = f"it passed --episode_timeout {self.cfg.episode_timeout} s"
-            out = Rollout(group_id, rollout_id, error=late if limit.expired() else traceback.format_exc(limit=-4))
+            out = Rollout(
+                group_id,
+                rollout_id,
+                error=late if limit.expired() else traceback.format_exc(limit=-4),
+            )
         out.seconds, out.counts = time.perf_counter() - start, out.counts | rerun
         return out
 
-    async def converse(self, agent: ChatAgent, task: Task, generate, group_id: int, rollout_id: int) -> Rollout:
+    async def converse(
+        self, agent: ChatAgent, task: Task, generate, group_id: int, rollout_id: int
+    ) -> Rollout:
         """One rollout of a ChatAgent: it runs against the server, under a key of its own. What it raises is its fault, unless
         it had been told that a limit was reached."""
         if not self.parse:
@@ -442,7 +532,9 @@ class Runner:
         segments = forest.segments(result, group_id, rollout_id)
         sampled = [n.reply.tokens.tolist() for n in forest.nodes]
         other_ids = sum(self.chat.encode(self.chat.tokenizer.decode(ids)) != ids for ids in sampled)
-        return Rollout(group_id, rollout_id, result, segments, "", len(sampled), other_ids, dict(forest.counts))
+        return Rollout(
+            group_id, rollout_id, result, segments, "", len(sampled), other_ids, dict(forest.counts)
+        )
 
 
 TOOL_PARSERS = {  # what a chat template holds -> vLLM's name; the first that fits
@@ -480,11 +572,17 @@ def parser(cfg, chat: Chat):
 
             try:
                 xgrammar.Grammar.from_json_schema(text := json.dumps(req.schema))
-            except Exception as e:  # whatever its parser raises; the engine would call it a fault of its own
+            except (
+                Exception
+            ) as e:  # whatever its parser raises; the engine would call it a fault of its own
                 raise BadRequest(f"the engine can keep to no such JSON schema: {e}") from e
             return {"json": text}
         tools = [t for t in req.tools if req.forced in ("", t["function"]["name"])]
-        asked = calls and tools and ChatCompletionRequest(messages=[], tools=tools, tool_choice="required")
+        asked = (
+            calls
+            and tools
+            and ChatCompletionRequest(messages=[], tools=tools, tool_choice="required")
+        )
         tag = asked and calls(chat.tokenizer, asked.tools).get_structural_tag(asked)
         return {"structural_tag": tag.model_dump_json()} if tag else None
 
@@ -496,10 +594,16 @@ def parser(cfg, chat: Chat):
     from vllm.tool_parsers import ToolParserManager
 
     try:
-        thinks = None if reasoning == "none" else ReasoningParserManager.get_reasoning_parser(reasoning)(chat.tokenizer)
+        thinks = (
+            None
+            if reasoning == "none"
+            else ReasoningParserManager.get_reasoning_parser(reasoning)(chat.tokenizer)
+        )
         calls = None if tool == "none" else ToolParserManager.get_tool_parser(tool)
     except KeyError as e:
-        raise ValueError(f"--tool_parser {tool} --reasoning_parser {reasoning}: vLLM has no such parser ({e})") from e
+        raise ValueError(
+            f"--tool_parser {tool} --reasoning_parser {reasoning}: vLLM has no such parser ({e})"
+        ) from e
 
     def parse(text: str, tools: list[dict]):
         request = ChatCompletionRequest(messages=[], tools=tools or None)
@@ -559,7 +663,9 @@ class Rollouts:
         self.new_batch()
 
     def new_batch(self) -> None:
-        self.counts = Counter({"rollouts/failed": 0, "groups/retried": 0, "groups/lost": 0, "groups/filtered": 0})
+        self.counts = Counter(
+            {"rollouts/failed": 0, "groups/retried": 0, "groups/lost": 0, "groups/filtered": 0}
+        )
         self.counts.update(dict.fromkeys(("groups/rerun", "requests/rerun", "lag/dropped"), 0))
         self.first_error = ""
 
@@ -624,8 +730,12 @@ class Rollouts:
         """All rollouts of one prompt that did not fail; none when too few are left, twice. Of sft: its demonstration."""
         cfg, row = self.cfg, self.rows[order(self.cfg, len(self.rows), group.id)]
         if self.chat:
-            found = await demonstrate(self.chat, row, cfg.prompt_key, cfg.label_key, cfg.max_context)
-            result = Result(truncated=not found or any(s.truncated for s in found))  # --max_context has cut replies off
+            found = await demonstrate(
+                self.chat, row, cfg.prompt_key, cfg.label_key, cfg.max_context
+            )
+            result = Result(
+                truncated=not found or any(s.truncated for s in found)
+            )  # --max_context has cut replies off
             replies, rows = sum(len(s.replies) for s in found), [self.keep(s) for s in found]
             return [Rollout(group.id, group.id, result, replies=replies, rows=rows)]
         ids = [group.id * cfg.samples + i for i in range(cfg.samples)]
@@ -660,7 +770,9 @@ class Rollouts:
     def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
         cfg, tools = self.cfg, row.get("tools") or []
         messages, label = messages_of(row[cfg.prompt_key]), row.get(cfg.label_key)
-        return [Task(messages, label, row, cfg.seed * 1_000_003 + seed, tools=tools) for seed in seeds]
+        return [
+            Task(messages, label, row, cfg.seed * 1_000_003 + seed, tools=tools) for seed in seeds
+        ]
 
     async def evaluate(self, rows: list[dict]) -> list[dict]:
         """Play each row --eval_samples times: the row's place, reward, error and versions of each rollout."""
@@ -672,9 +784,18 @@ class Rollouts:
             async with some:
                 return await self.rollouts(self.tasks(row, ids), at, ids, 0, cfg.eval_temperature)
 
-        outs = [o for group in await asyncio.gather(*map(several, range(len(rows)), rows)) for o in group]
-        versions = [{int(v) for s in o.segments for v in np.unique(s.versions[s.mask])} for o in outs]
-        return [dict(row=o.group_id, reward=o.result.reward, error=o.error, versions=v) for o, v in zip(outs, versions)]
+        outs = [
+            o
+            for group in await asyncio.gather(*map(several, range(len(rows)), rows))
+            for o in group
+        ]
+        versions = [
+            {int(v) for s in o.segments for v in np.unique(s.versions[s.mask])} for o in outs
+        ]
+        return [
+            dict(row=o.group_id, reward=o.result.reward, error=o.error, versions=v)
+            for o, v in zip(outs, versions)
+        ]
 
     def count_failed(self, errors: list[str]) -> None:
         self.counts["rollouts/failed"] += len(errors)
@@ -700,7 +821,9 @@ class Rollouts:
         if all(g.rollouts for g in alive):
             return chosen  # nothing is running that could be waited for
         rest = [g for g in alive if g not in chosen]
-        turn = [self.version + 1 + i // self.cfg.prompts for i in range(len(rest))]  # the version that would train each
+        turn = [
+            self.version + 1 + i // self.cfg.prompts for i in range(len(rest))
+        ]  # the version that would train each
         late = sum(at - g.version > self.cfg.max_lag for at, g in zip(turn, rest))
         surplus = self.capacity - (1 + self.cfg.max_lag) * self.cfg.prompts
         return chosen if len(chosen) == self.cfg.prompts and late <= surplus else []
@@ -727,7 +850,10 @@ class Rollouts:
         rollouts = [o for g in sorted(groups, key=lambda g: g.id) for o in g.rollouts]
         known = "result", "seconds", "replies", "other_ids"
         batch = {
-            "rollouts": [{"group": o.group_id, "id": o.rollout_id} | {k: vars(o)[k] for k in known} for o in rollouts],
+            "rollouts": [
+                {"group": o.group_id, "id": o.rollout_id} | {k: vars(o)[k] for k in known}
+                for o in rollouts
+            ],
             "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
             "counts": {"rollouts/finished": len(rollouts)} | self.counts,
             "first_error": self.first_error,
@@ -773,13 +899,29 @@ class Rollouts:
         """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
         again = [Group(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
         # a run may end between a batch and its training
-        finished = {g.id: replace(g, task=None) for g in [*self.handed, *self.groups.values()] if g.rollouts}
-        where = {name: getattr(self, name) for name in ("version", "position", "batches", "next_row")}
+        finished = {
+            g.id: replace(g, task=None) for g in [*self.handed, *self.groups.values()] if g.rollouts
+        }
+        where = {
+            name: getattr(self, name) for name in ("version", "position", "batches", "next_row")
+        }
         where["batches"] -= bool(self.handed)
-        return where | {"queue": again + self.queue, "groups": finished, "store": self.store, "ended": self.ended}
+        return where | {
+            "queue": again + self.queue,
+            "groups": finished,
+            "store": self.store,
+            "ended": self.ended,
+        }
 
 
-PARTS = ("tokens", "mask", "logprobs", "versions", "experts", "experts_ok")  # of a Segment, one entry per token
+PARTS = (
+    "tokens",
+    "mask",
+    "logprobs",
+    "versions",
+    "experts",
+    "experts_ok",
+)  # of a Segment, one entry per token
 
 
 def write_batch(path: Path, batch: dict, segments: list[Segment]) -> None:
@@ -792,7 +934,10 @@ def write_batch(path: Path, batch: dict, segments: list[Segment]) -> None:
     lines = [{k: batch[k] for k in ("version", "counts", "first_error")}]
     for i, rollout in enumerate(batch["rollouts"]):
         own = [s for row, s in zip(batch["rows"], segments) if row["rollout"] == i]
-        rows = [{"tokens": len(s), "replies": [(a, b, mark.hex()) for a, b, mark in s.replies]} for s in own]
+        rows = [
+            {"tokens": len(s), "replies": [(a, b, mark.hex()) for a, b, mark in s.replies]}
+            for s in own
+        ]
         lines.append(rollout | {"result": vars(rollout["result"]), "rows": rows})
     path.write_text("".join(json.dumps(line, default=float) + "\n" for line in lines))
 
@@ -823,14 +968,22 @@ def load_rows(data: str, prompt_key: str, flag: str = "--data") -> list[dict]:
         raise ValueError(f"{flag} {data}: there is no such file")
     if kind and os.path.getsize(data) == 0:
         raise ValueError(f"{flag} {data}: the file is empty")
-    rows = load_dataset(kind, data_files=data, split="train") if kind else load_dataset(data, split="train")
+    rows = (
+        load_dataset(kind, data_files=data, split="train")
+        if kind
+        else load_dataset(data, split="train")
+    )
     if len(rows) == 0:
         raise ValueError(f"{flag} {data}: there are no rows")
     if prompt_key not in rows.column_names:
-        raise ValueError(f"{flag} {data}: row 0 has no {prompt_key!r}, only {rows.column_names}; set --prompt_key")
+        raise ValueError(
+            f"{flag} {data}: row 0 has no {prompt_key!r}, only {rows.column_names}; set --prompt_key"
+        )
     for i, prompt in enumerate(rows[prompt_key]):
         if not prompt:
-            raise ValueError(f"{flag} {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key")
+            raise ValueError(
+                f"{flag} {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key"
+            )
     return rows.to_list()
 
 
@@ -851,17 +1004,25 @@ def messages_of(prompt: str | list[dict]) -> list[dict]:
 
 def spoken(chat: Chat, messages: list[dict], tools: list[dict]) -> str:
     """The text of the assistant's last turn, as the template writes it: all between the prompt and what ends the turn."""
-    prompt, whole, last = chat.render(messages[:-1], tools), chat.render(messages, tools), messages[-1]
+    prompt, whole, last = (
+        chat.render(messages[:-1], tools),
+        chat.render(messages, tools),
+        messages[-1],
+    )
     if whole.startswith(prompt):
         return re.sub(rf"(?:{chat.special.pattern})\s*\Z", "", whole[len(prompt) :])
     if last.get("tool_calls"):
-        raise BadInput("the chat template changes a prompt that is answered: tool calls cannot be demonstrated")
+        raise BadInput(
+            "the chat template changes a prompt that is answered: tool calls cannot be demonstrated"
+        )
     if prompt.rstrip().endswith("<think>"):
         return chat.plain(f"{last.get('reasoning_content') or ''}\n</think>\n\n{last['content']}")
     return chat.plain(last["content"])
 
 
-async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, max_context: int) -> list[Segment]:
+async def demonstrate(
+    chat: Chat, row: dict, prompt_key: str, label_key: str, max_context: int
+) -> list[Segment]:
     """Training rows of one demonstration, as if the policy had sampled what the assistant says in it: the text that the chat
     template gives each of its turns, and the token that ends a turn. Several text parts alone are encoded one by one.
 
@@ -871,17 +1032,29 @@ async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, ma
     messages, tools = messages_of(row[prompt_key]), row.get("tools") or []
     if messages[-1]["role"] != "assistant" and row.get(label_key) is not None:
         messages = [*messages, {"role": "assistant", "content": str(row[label_key])}]
-    asked, shown = {"role": "user", "content": "?"}, {"role": "tool", "content": "?", "tool_call_id": short("")}
-    ends = {called: chat.following([shown if called else asked], -1)[0][:1] for called in (False, True)}  # GLM's differ
+    asked, shown = (
+        {"role": "user", "content": "?"},
+        {"role": "tool", "content": "?", "tool_call_id": short("")},
+    )
+    ends = {
+        called: chat.following([shown if called else asked], -1)[0][:1] for called in (False, True)
+    }  # GLM's differ
     now = None  # the assistant's turn at hand, as a message and in canonical form
 
     async def generate(ids, *_):
-        parts, more = now[0].get("content"), now[1].calls or now[1].reasoning  # which only the template can write
+        parts, more = (
+            now[0].get("content"),
+            now[1].calls or now[1].reasoning,
+        )  # which only the template can write
         several = isinstance(parts, list) and len(parts) > 1 and not more
         texts = [chat.plain(p["text"]) for p in parts] if several else [spoken(chat, *told)]
-        tokens = np.asarray([i for text in texts for i in chat.encode(text)] + ends[bool(now[1].calls)], np.int32)
+        tokens = np.asarray(
+            [i for text in texts for i in chat.encode(text)] + ends[bool(now[1].calls)], np.int32
+        )
         logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
-        return Reply(tokens, logprobs, versions, digest(np.asarray(ids), tokens, logprobs, versions), "stop")
+        return Reply(
+            tokens, logprobs, versions, digest(np.asarray(ids), tokens, logprobs, versions), "stop"
+        )
 
     def parse(text, tools):
         return now[1].reasoning, now[1].text, [("", c.name, c.arguments) for c in now[1].calls]
@@ -891,7 +1064,10 @@ async def demonstrate(chat: Chat, row: dict, prompt_key: str, label_key: str, ma
         if message["role"] == "assistant":
             (said,) = read_chat({"messages": [message]}, {}).turns
             req = read_chat({"messages": messages[:at], "tools": tools}, {})
-            now, told = (message, said), ([forest.message(t) for t in (*req.turns, said)], req.tools)
+            now, told = (
+                (message, said),
+                ([forest.message(t) for t in (*req.turns, said)], req.tools),
+            )
             (node,) = forest.answer(req)
             await node.task
             forest.left(node, True, 0)
@@ -910,12 +1086,21 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     Engines load while the caller builds its model.
     """
     here = os.path.dirname(os.path.abspath(__file__))
-    cfg = SimpleNamespace(**vars(cfg))  # actors need the values, not the module that defines the class
-    env = {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false"}
+    cfg = SimpleNamespace(
+        **vars(cfg)
+    )  # actors need the values, not the module that defines the class
+    env = {
+        "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     gpus = visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     playing = cfg.estimator != "sft" and not cfg.train_from  # else nothing is sampled
     need = playing * cfg.engines * cfg.engine_tp
-    shared = dict(namespace=f"instar-{os.getpid()}-{time.time_ns()}", log_to_driver=False, logging_level="error")
+    shared = dict(
+        namespace=f"instar-{os.getpid()}-{time.time_ns()}",
+        log_to_driver=False,
+        logging_level="error",
+    )
     init = shared | {"runtime_env": {"env_vars": env}}
     if cfg.ray_address:
         ray.init(address=cfg.ray_address, **init)
@@ -923,7 +1108,9 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     else:
         cpu = not visible_gpus()
         if not cpu and len(gpus) < need:
-            raise BadInput(f"--engines {cfg.engines} --engine_tp {cfg.engine_tp}: the trainer leaves {len(gpus)} GPUs")
+            raise BadInput(
+                f"--engines {cfg.engines} --engine_tp {cfg.engine_tp}: the trainer leaves {len(gpus)} GPUs"
+            )
         env["TMPDIR"] = scratch
         local = dict(include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=scratch)
         with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus)):
@@ -936,11 +1123,17 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     def actor(kind, i: int, **how):
         size = dict(num_cpus=bundles[i]["CPU"], num_gpus=bundles[i].get("GPU", 0))
         where = PlacementGroupSchedulingStrategy(room, i)
-        return ray.remote(kind).options(max_concurrency=100_000, scheduling_strategy=where, **size, **how)
+        return ray.remote(kind).options(
+            max_concurrency=100_000, scheduling_strategy=where, **size, **how
+        )
 
     engines = [actor(Engine, i, max_restarts=-1).remote(cfg, i, cpu) for i in range(served)]
-    runners = [actor(Runner, served + i, max_restarts=-1).remote(cfg, engines) for i in range(played)]
-    rollouts = actor(Rollouts, served + played, name="rollouts").remote(cfg, rows, runners, least, state)
+    runners = [
+        actor(Runner, served + i, max_restarts=-1).remote(cfg, engines) for i in range(played)
+    ]
+    rollouts = actor(Rollouts, served + played, name="rollouts").remote(
+        cfg, rows, runners, least, state
+    )
     return engines, rollouts, shared | {"address": ray.get_runtime_context().gcs_address}
 
 
@@ -952,7 +1145,9 @@ def reserve(bundles: list[dict]):
         for name, n in sum(map(Counter, bundles), Counter()).items():
             nodes = [int(node["Resources"].get(name, 0)) for node in ray.nodes() if node["Alive"]]
             table += f"\n{name:6}{n:8}{free.get(name, 0):8.0f}  {nodes}"
-        raise BadInput(f"--engines --engine_tp --runners: no room in Ray within {PLACE_TIMEOUT} s\n{table}")
+        raise BadInput(
+            f"--engines --engine_tp --runners: no room in Ray within {PLACE_TIMEOUT} s\n{table}"
+        )
     return group
 
 

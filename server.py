@@ -48,35 +48,52 @@ class Chat:
 
     def __init__(self, tokenizer):
         if not tokenizer.chat_template:
-            raise ValueError("--model has no chat template: put a chat_template.jinja beside its tokenizer")
+            raise ValueError(
+                "--model has no chat template: put a chat_template.jinja beside its tokenizer"
+            )
         self.tokenizer = tokenizer
         special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
         self.special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        self.ends = re.compile(rf"(?:{self.special.pattern})+\Z")  # the end-of-turn token behind a reply
+        self.ends = re.compile(
+            rf"(?:{self.special.pattern})+\Z"
+        )  # the end-of-turn token behind a reply
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        self.recent = lru_cache(256)(lambda text, plain: tuple(encode(text, split_special_tokens=plain)))
+        self.recent = lru_cache(256)(
+            lambda text, plain: tuple(encode(text, split_special_tokens=plain))
+        )
         self.longest = max(map(len, tokenizer.get_vocab()))  # characters of one token, at most
         self.takes_first_system = self._takes("system", "user")
         self.takes_system = self._takes("user", "assistant", "system")
         self.takes_users = self._takes("user", "user")
         self.takes_tools = self._takes("user", "assistant", "tool", "tool")
-        self.arguments = dict if self._calls(1, dict(k="v")) or not self._calls(1, "{}") else str  # or as text
+        self.arguments = (
+            dict if self._calls(1, dict(k="v")) or not self._calls(1, "{}") else str
+        )  # or as text
         value = self.arguments(k="v") if self.arguments is dict else "{}"
-        self.calls = math.inf if self._calls(2, value) else int(self._calls(1, value))  # in one turn
+        self.calls = (
+            math.inf if self._calls(2, value) else int(self._calls(1, value))
+        )  # in one turn
 
     def _takes(self, *roles: str) -> bool:
         """Whether the template renders the content of messages of all these roles, each once and in order."""
-        marked = [{"role": role, "content": f"{SENTINEL}{i}{SENTINEL}"} for i, role in enumerate(roles)]
+        marked = [
+            {"role": role, "content": f"{SENTINEL}{i}{SENTINEL}"} for i, role in enumerate(roles)
+        ]
         answers = [m | {"tool_call_id": CALL} if m["role"] == "tool" else m for m in marked]
         return self._found(answers) == [str(i) for i in range(len(roles))]
 
     def _calls(self, n: int, arguments: dict | str) -> bool:
         """Whether it renders n tool calls in one turn."""
         names = [f"{SENTINEL}{i}{SENTINEL}" for i in range(n)]
-        calls = [{"id": CALL, "type": "function", "function": {"name": f, "arguments": arguments}} for f in names]
+        calls = [
+            {"id": CALL, "type": "function", "function": {"name": f, "arguments": arguments}}
+            for f in names
+        ]
         message = {"role": "assistant", "content": "", "tool_calls": calls}
         results = [{"role": "tool", "content": "d", "tool_call_id": CALL}] * n
-        return self._found([{"role": "user", "content": "a"}, message, *results]) == [str(i) for i in range(n)]
+        return self._found([{"role": "user", "content": "a"}, message, *results]) == [
+            str(i) for i in range(n)
+        ]
 
     def _found(self, messages: list[dict]) -> list[str]:
         try:
@@ -85,25 +102,43 @@ class Chat:
             return []
 
     def _render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        asks = messages[-1]["role"] != "assistant"  # a conversation that ends with the assistant is a demonstration
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asks)
+        asks = (
+            messages[-1]["role"] != "assistant"
+        )  # a conversation that ends with the assistant is a demonstration
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=asks
+        )
 
     def fit(self, messages: list[dict], bare: bool = False) -> list[dict]:
         """Messages of a whole conversation as the template takes them; `bare`: users and the assistant in turns, no more."""
         fitted, leading = [], True
         for m in messages:
             leading = leading and m["role"] == "system"
-            if m["role"] == "system" and (bare or not (self.takes_first_system if leading else self.takes_system)):
-                text = m["content"] if leading else f"<system-reminder>\n{m['content']}\n</system-reminder>"
+            if m["role"] == "system" and (
+                bare or not (self.takes_first_system if leading else self.takes_system)
+            ):
+                text = (
+                    m["content"]
+                    if leading
+                    else f"<system-reminder>\n{m['content']}\n</system-reminder>"
+                )
                 m = {"role": "user", "content": text}
             elif m["role"] == "tool" and (bare or not self.takes_tools):
-                m = {"role": "user", "content": f"<tool_response>\n{m['content']}\n</tool_response>"}
+                m = {
+                    "role": "user",
+                    "content": f"<tool_response>\n{m['content']}\n</tool_response>",
+                }
             elif m.get("tool_calls") and (bare or len(m["tool_calls"]) > self.calls):
                 said = [json.dumps(c["function"], ensure_ascii=False) for c in m["tool_calls"]]
                 said = "\n".join([m["content"], *(f"<tool_call>\n{c}\n</tool_call>" for c in said)])
                 m = {k: v for k, v in m.items() if k != "tool_calls"} | {"content": said}
             again = fitted and fitted[-1]["role"] == m["role"]
-            if again and (m["role"] == "user" and (bare or not self.takes_users) or m["role"] == "system" and leading):
+            if again and (
+                m["role"] == "user"
+                and (bare or not self.takes_users)
+                or m["role"] == "system"
+                and leading
+            ):
                 fitted[-1] = fitted[-1] | {"content": f"{fitted[-1]['content']}\n\n{m['content']}"}
             else:
                 fitted.append(m)
@@ -130,11 +165,18 @@ class Chat:
                 return self._render(self.plain(self.fit(messages, bare)), tools)
             except Exception as e:  # whatever a template raises
                 refused = e
-        raise BadRequest(f"the chat template of --model refuses these messages: {refused}") from refused
+        raise BadRequest(
+            f"the chat template of --model refuses these messages: {refused}"
+        ) from refused
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Rollouts of one prompt share their texts, so the latest are kept."""
-        return [i for n, part in enumerate(text.split(PLAIN)) if part for i in self.recent(part, n % 2 == 1)]
+        return [
+            i
+            for n, part in enumerate(text.split(PLAIN))
+            if part
+            for i in self.recent(part, n % 2 == 1)
+        ]
 
     def text(self, ids) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -144,7 +186,12 @@ class Chat:
         return self.encode(self.render(messages, tools))
 
     def following(
-        self, new: list[dict], last: int, tools: list[dict] | None = None, system: bool = False, reasoned: bool = False
+        self,
+        new: list[dict],
+        last: int,
+        tools: list[dict] | None = None,
+        system: bool = False,
+        reasoned: bool = False,
     ) -> tuple[list[int], bool]:
         """Ids between a reply and the next one: the end of the turn, the new messages, the next generation prompt.
 
@@ -155,11 +202,17 @@ class Chat:
         template leaves what came before as it was; it does not when it strips old reasoning, or moves the tools to the last
         user message.
         """
-        history = [{"role": role, "content": "?"} for role in (["system"] if system else []) + ["user"]]
-        reply = {"role": "assistant", "content": SENTINEL} | ({"reasoning_content": THOUGHT} if reasoned else {})
+        history = [
+            {"role": role, "content": "?"} for role in (["system"] if system else []) + ["user"]
+        ]
+        reply = {"role": "assistant", "content": SENTINEL} | (
+            {"reasoning_content": THOUGHT} if reasoned else {}
+        )
         head, *tail = self.render([*history, reply, *new], tools).split(SENTINEL)
         if len(tail) != 1:
-            raise BadRequest(f"the chat template of --model renders a reply {len(tail)} times instead of once")
+            raise BadRequest(
+                f"the chat template of --model renders a reply {len(tail)} times instead of once"
+            )
         ids = self.encode(tail[0])
         kept = head.startswith(self.render(history, tools)) and (not reasoned or THOUGHT in head)
         return (ids[1:] if ids and ids[0] == last else ids), kept
@@ -218,7 +271,9 @@ class Request:
     asked: dict  # what the client wants of the sampling; recorded only, the rollout owns it
     stream: bool
     retry: int  # attempts before this one, as the SDK counts them; many clients always say 0
-    tools: list[dict] = field(default_factory=list)  # chat function schemas, "namespace" beside "function"; none hosted
+    tools: list[dict] = field(
+        default_factory=list
+    )  # chat function schemas, "namespace" beside "function"; none hosted
     tool_choice: str = "auto"  # "auto", "none" or "required"
     forced: str = ""  # the one tool that tool_choice names
     schema: dict | None = None  # what the reply is wanted in, a JSON schema
@@ -235,10 +290,23 @@ UNPARSED = "__unparsedToolInput"  # Claude Code wraps arguments that are no JSON
 BILLING = "x-anthropic-billing-header"  # Claude Code's first system block; its hash changes between requests
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
-CHOICES = {"none": "none", "required": "required", "any": "required", "tool": "required", "function": "required"}
+CHOICES = {
+    "none": "none",
+    "required": "required",
+    "any": "required",
+    "tool": "required",
+    "function": "required",
+}
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed")
 IMAGES = ("image", "image_url", "input_image")
-KINDS = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "an integer", float: "a number"}
+KINDS = {
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+}
 
 
 class Fields(dict):
@@ -292,9 +360,15 @@ def read_responses(body, headers, past: deque | None = None) -> Request:
     if body.get("conversation") is not None:
         raise BadRequest("conversation is not supported: send the items, or previous_response_id")
     text = body.get("input")
-    turns = [In("user", text)] if isinstance(text, str) else _turns(body, "input", _response_turns, past)
+    turns = (
+        [In("user", text)]
+        if isinstance(text, str)
+        else _turns(body, "input", _response_turns, past)
+    )
     system = In("system", body.read("instructions"))
-    req = _request("responses", body, headers, turns, body.read("text", dict).read("format", dict), system)
+    req = _request(
+        "responses", body, headers, turns, body.read("text", dict).read("format", dict), system
+    )
     req.include_encrypted = "reasoning.encrypted_content" in body.each("include", str)
     return req
 
@@ -303,31 +377,52 @@ def read_messages(body, headers, past: deque | None = None) -> Request:
     """Request of an Anthropic Messages body. A server-side thread raises the error that makes the SDK do without."""
     body = Fields(body)
     if body.get("thread") not in (None, False):
-        raise BadRequest("thread is not supported: send the whole history", "thread_unsupported_request")
+        raise BadRequest(
+            "thread is not supported: send the whole history", "thread_unsupported_request"
+        )
     turns = _turns(body, "messages", _message_turns, past)
     system = _input("system", [p for p in body.each("system") if not _text(p).startswith(BILLING)])
-    return _request("messages", body, headers, turns, body.read("output_config", dict).read("format", dict), system)
+    return _request(
+        "messages",
+        body,
+        headers,
+        turns,
+        body.read("output_config", dict).read("format", dict),
+        system,
+    )
 
 
-def _request(wire: str, body: Fields, headers, turns: list, form: Fields, system: In | None = None) -> Request:
+def _request(
+    wire: str, body: Fields, headers, turns: list, form: Fields, system: In | None = None
+) -> Request:
     """What all wires share, or name apart. form: the format that the reply is wanted in; system: what stands before turns."""
     previous = body.read("previous_response_id")
     if not turns and not previous:
         raise BadRequest(f"{'input' if wire == 'responses' else 'messages'} must not be empty")
     asked = {k: body.read(k, int, float) for k in NUMBERS if body.get(k) is not None}
-    asked |= {k: body[k] for k in ("logprobs", "top_logprobs", "logit_bias") if body.get(k) is not None}
+    asked |= {
+        k: body[k] for k in ("logprobs", "top_logprobs", "logit_bias") if body.get(k) is not None
+    }
     retry = {k.lower(): v for k, v in headers.items()}.get("x-stainless-retry-count", "")
     retry = int(retry) if re.fullmatch("[0-9]{1,9}", retry) else 0
     choice = body.read("tool_choice", str, dict) or body.read("function_call", str, dict) or "auto"
     named = choice if isinstance(choice, dict) else Fields({"type": choice})
     turns = [system, *turns] if system and system.text else turns
-    req = Request(wire, body.read("model"), turns, asked, body.read("stream", bool), retry, previous=previous)
+    req = Request(
+        wire, body.read("model"), turns, asked, body.read("stream", bool), retry, previous=previous
+    )
     req.tools = [*_tools(body.each("tools") + body.each("functions"))]
     req.tool_choice = CHOICES.get(named.read("type") or "function", "auto")
     req.forced = named.read("name") or named.read("function", dict).read("name")
     if form.read("type") in ("json_schema", "json_object"):
-        req.schema = (form.read("json_schema", dict) or form).read("schema", dict) or {"type": "object"}
-    req.max_tokens = body.count("max_completion_tokens") or body.count("max_output_tokens") or body.count("max_tokens")
+        req.schema = (form.read("json_schema", dict) or form).read("schema", dict) or {
+            "type": "object"
+        }
+    req.max_tokens = (
+        body.count("max_completion_tokens")
+        or body.count("max_output_tokens")
+        or body.count("max_tokens")
+    )
     req.stop = [s for s in body.each("stop", str) + body.each("stop_sequences", str) if s]
     return req
 
@@ -335,13 +430,17 @@ def _request(wire: str, body: Fields, headers, turns: list, form: Fields, system
 def _turns(body: Fields, key: str, read, past: deque | None) -> list[In | As]:
     """Turns of a list. Clients resend their history whole: where `past` has a list that this one begins with, the turns of that
     are taken as they are, and only the rest is read."""
-    raw = marshal.dumps(body.get(key), 2)[5:]  # the entries one after the other, behind the list's kind and length
+    raw = marshal.dumps(body.get(key), 2)[
+        5:
+    ]  # the entries one after the other, behind the list's kind and length
     if past is None or type(body.get(key)) is not list:
         return [*read(body.each(key))]
     known = [(n, turns) for wire, old, n, turns in past if wire is read and raw.startswith(old)]
     n, turns = max(known, key=lambda k: k[0], default=(0, []))
     turns = [*turns, *read(body.each(key, start=n))]
-    if turns and turns[-1].role != "assistant":  # more may be said to an unfinished turn of the assistant
+    if (
+        turns and turns[-1].role != "assistant"
+    ):  # more may be said to an unfinished turn of the assistant
         past.append((read, raw, len(body[key]), turns))
     return turns
 
@@ -369,14 +468,19 @@ def _schema(tool: Fields, namespace: str) -> dict:
         raise BadRequest(f"{tool.where} needs a name")
     parameters = tool.read("parameters", dict) or tool.read("input_schema", dict)
     function["parameters"] = dict(parameters) or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function} | ({"namespace": namespace} if namespace else {})
+    return {"type": "function", "function": function} | (
+        {"namespace": namespace} if namespace else {}
+    )
 
 
 def _text(part: Fields) -> str:
     """The text of a part, none of an image. A kind without text stays as its JSON, so that nothing is lost."""
     if not part or "text" in part or part.read("type") in IMAGES:
         return part.read("text")
-    return json.dumps({k: v for k, v in part.items() if v is not None and k != "cache_control"}, ensure_ascii=False)
+    return json.dumps(
+        {k: v for k, v in part.items() if v is not None and k != "cache_control"},
+        ensure_ascii=False,
+    )
 
 
 def _image(part: Fields) -> str:
@@ -410,7 +514,9 @@ def _reply(parts) -> As:
         kind = part.read("type")
         anchors += [part.get(k) for k in ("id", "encrypted_content", "signature", NODE_KEY)]
         if kind in ("function", "function_call", "custom_tool_call", "tool_use"):
-            calls.append(_call(part.read("function", dict) or part, part.read("call_id") or part.read("id")))
+            calls.append(
+                _call(part.read("function", dict) or part, part.read("call_id") or part.read("id"))
+            )
         elif kind == "thinking":
             thoughts.append(part.read("thinking"))
         elif kind == "reasoning":
@@ -421,13 +527,18 @@ def _reply(parts) -> As:
             texts += map(_text, part.each("content"))
         else:
             texts.append(_text(part))
-    anchors = dict.fromkeys(a for a in (*(c.id for c in calls), *anchors) if a and isinstance(a, str))
+    anchors = dict.fromkeys(
+        a for a in (*(c.id for c in calls), *anchors) if a and isinstance(a, str)
+    )
     return As("".join(texts), "".join(thoughts) or None, tuple(calls), tuple(anchors))
 
 
 def _call(function: Fields, id_: str) -> Call:
     """A call whose arguments are a text, or an object in `input`."""
-    name, raw = function.read("name"), function.read("arguments", str, dict) or function.read("input", str, dict)
+    name, raw = (
+        function.read("name"),
+        function.read("arguments", str, dict) or function.read("input", str, dict),
+    )
     if not name:
         raise BadRequest(f"{function.where}.name must be a string")
     raw = raw if isinstance(raw, str) else json.dumps(raw, ensure_ascii=False)
@@ -438,29 +549,44 @@ def _chat_turns(messages: list[Fields]) -> Iterator[In | As]:
     for m in messages:
         role = _role(m, CHAT_ROLES)
         call = m.read("tool_call_id") if role == "tool" else ""
-        yield _reply(_chat_parts(m)) if role == "assistant" else _input(role, m.each("content"), call)
+        yield (
+            _reply(_chat_parts(m)) if role == "assistant" else _input(role, m.each("content"), call)
+        )
 
 
 def _chat_parts(m: Fields) -> list[Fields]:
     """A message and its calls, as `_reply` takes them."""
     # litellm moves the fields that it does not know
-    message = m.read("provider_specific_fields", dict) | {k: v for k, v in m.items() if v is not None}
+    message = m.read("provider_specific_fields", dict) | {
+        k: v for k, v in m.items() if v is not None
+    }
     calls = [c for c in (*m.each("tool_calls"), m.read("function_call", dict)) if c]
     return [Fields(message, m.where), *(Fields(c | {"type": "function"}, c.where) for c in calls)]
 
 
 def _response_turns(items: list[Fields]) -> Iterator[In | As]:
     """Adjacent items of the assistant become one turn. Items of hosted tools and of unknown types are left out."""
-    said, heard = ("reasoning", "function_call", "custom_tool_call"), ("", "message", "item_reference")
-    items = [i for i in items if i.read("type") in said + heard or i.read("type").endswith("_call_output")]
-    for reply, run in groupby(items, lambda i: i.read("type") in said or i.read("role") == "assistant"):
+    said, heard = (
+        ("reasoning", "function_call", "custom_tool_call"),
+        ("", "message", "item_reference"),
+    )
+    items = [
+        i
+        for i in items
+        if i.read("type") in said + heard or i.read("type").endswith("_call_output")
+    ]
+    for reply, run in groupby(
+        items, lambda i: i.read("type") in said or i.read("role") == "assistant"
+    ):
         run = list(run)
         yield from [_reply(run)] if reply else map(_response_input, run)
 
 
 def _response_input(item: Fields) -> In:
     if item.read("type") == "item_reference":
-        raise BadRequest(f"{item.where} refers to a stored item: send the item itself (store: false)")
+        raise BadRequest(
+            f"{item.where} refers to a stored item: send the item itself (store: false)"
+        )
     if item.read("type").endswith("_call_output"):
         return _input("tool", item.each("output"), item.read("call_id"))
     return _input(_role(item, ROLES), item.each("content"))
@@ -477,7 +603,10 @@ def _message_inputs(role: str, blocks: list[Fields]) -> list[In]:
     turns = []
     for result, run in groupby(blocks, lambda b: b.read("type") == "tool_result"):
         if result:
-            turns += [_input("tool", b.each("content"), b.read("tool_use_id"), b.read("is_error", bool)) for b in run]
+            turns += [
+                _input("tool", b.each("content"), b.read("tool_use_id"), b.read("is_error", bool))
+                for b in run
+            ]
         else:
             turns.append(_input(role, list(run)))
     # nothing said between two results is no turn
@@ -492,9 +621,14 @@ def same_turn(echo: As, sent: As) -> str | None:
     T3: anchored, but text, reasoning or the calls were edited: another turn. None: nothing says that they are related.
     """
     anchored = not set(echo.anchors).isdisjoint(sent.anchors)
-    ids = len(echo.calls) == len(sent.calls) and all(e.id in ("", s.id) for e, s in zip(echo.calls, sent.calls))
+    ids = len(echo.calls) == len(sent.calls) and all(
+        e.id in ("", s.id) for e, s in zip(echo.calls, sent.calls)
+    )
     thought = (echo.reasoning or "").strip()  # clients may drop it, not change it
-    kept = echo.text.strip() == sent.text.strip() and thought in ("", (sent.reasoning or "").strip())
+    kept = echo.text.strip() == sent.text.strip() and thought in (
+        "",
+        (sent.reasoning or "").strip(),
+    )
     if kept and ids and all(map(_same_call, echo.calls, sent.calls)):
         raw = (echo.text, echo.reasoning, echo.calls) == (sent.text, sent.reasoning, sent.calls)
         # ids of another turn: a sibling that says the same must not win over the one that the ids name
@@ -505,7 +639,9 @@ def same_turn(echo: As, sent: As) -> str | None:
 def _same_call(echo: Call, sent: Call) -> bool:
     """Whether two calls say the same, up to what serialising does to their arguments."""
     named = (echo.namespace, echo.name) == (sent.namespace, sent.name)
-    return named and (echo.arguments == sent.arguments or _canonical(echo.arguments) == _canonical(sent.arguments))
+    return named and (
+        echo.arguments == sent.arguments or _canonical(echo.arguments) == _canonical(sent.arguments)
+    )
 
 
 def _number(text: str) -> float | str:
@@ -518,11 +654,15 @@ def _canonical(raw: str) -> str:
     """Arguments as one text: the last of duplicate keys, numbers as doubles, {} for nothing, what is no JSON wrapped, and what
     is too deep to compare by value."""
     try:
-        value = json.loads(raw.strip() or "{}", parse_int=_number, parse_float=_number, parse_constant=int)  # no NaN
+        value = json.loads(
+            raw.strip() or "{}", parse_int=_number, parse_float=_number, parse_constant=int
+        )  # no NaN
         inner = value.get(UNPARSED) if isinstance(value, dict) else None
         wrapped = inner.get("raw") if isinstance(inner, dict) else None
         # a text, since in Python True == 1.0
-        return _canonical(wrapped) if isinstance(wrapped, str) else json.dumps(value, sort_keys=True)
+        return (
+            _canonical(wrapped) if isinstance(wrapped, str) else json.dumps(value, sort_keys=True)
+        )
     except (ValueError, RecursionError):
         return json.dumps({UNPARSED: raw})
 
@@ -550,7 +690,9 @@ class Node:
     turn: As | None = None  # the reply as a client gets it
     finish: str = ""  # "stop", "length" or "stop_string"
     stop: str = ""  # the stop string that ended it
-    grammar: dict | None = None  # what the engine kept the reply to; its log-probs are not the policy's then
+    grammar: dict | None = (
+        None  # what the engine kept the reply to; its log-probs are not the policy's then
+    )
     listeners: int = 0  # connections that wait for it
     delivered: bool = False  # one of them got it to the last byte
     acked: bool = False  # a later request builds on it
@@ -571,7 +713,9 @@ class Node:
 
     def ids(self) -> list[int]:
         """Prompt and reply, from the first token on."""
-        return self.whole or [i for n in self.path() for part in (n.tokens, n.reply.tokens.tolist()) for i in part]
+        return self.whole or [
+            i for n in self.path() for part in (n.tokens, n.reply.tokens.tolist()) for i in part
+        ]
 
 
 @dataclass(eq=False, repr=False)
@@ -585,12 +729,19 @@ class Forest:
     max_context: int
     sampling: dict  # the run's own values of what clients may ask for
     max_turns: float = math.inf
-    grammar: Callable = lambda req: None  # Request -> what its forced call or JSON schema is for the engine, or None
-    preserve: bool = False  # go on from the sampled ids also where the template would rewrite the past
+    grammar: Callable = lambda req: (
+        None
+    )  # Request -> what its forced call or JSON schema is for the engine, or None
+    preserve: bool = (
+        False  # go on from the sampled ids also where the template would rewrite the past
+    )
 
     def __post_init__(self):
         self.places: dict[tuple, list[Node]] = {}
-        self.past, self.matched = deque(maxlen=RECENT), deque(maxlen=RECENT)  # of the latest requests: _turns, attach
+        self.past, self.matched = (
+            deque(maxlen=RECENT),
+            deque(maxlen=RECENT),
+        )  # of the latest requests: _turns, attach
         self.tools: dict[str, list[dict]] = {}
         self.anchors: dict[str, Node] = {}
         self.calls: dict[str, tuple[str, str]] = {}  # minted call id -> (id in the prompt, name)
@@ -602,7 +753,11 @@ class Forest:
         if req.previous:
             self._expand(req)
         *before, last = req.turns
-        shown = [self.anchors[a] for a in last.anchors if a in self.anchors] if last.role == "assistant" else []
+        shown = (
+            [self.anchors[a] for a in last.anchors if a in self.anchors]
+            if last.role == "assistant"
+            else []
+        )
         if before and not all(node.delivered for node in shown):
             req.turns = before  # what a client kept of a reply whose stream broke: it asks for the whole again
         tools = hashlib.sha256(json.dumps(req.tools).encode()).hexdigest() if req.tools else ""
@@ -640,7 +795,10 @@ class Forest:
         """Put the history of previous_response_id before the new items; the instructions are this request's own."""
         node = self.anchors.get(req.previous)
         if not node:
-            raise BadRequest(f"previous_response_id {req.previous} is not known here", "previous_response_not_found")
+            raise BadRequest(
+                f"previous_response_id {req.previous} is not known here",
+                "previous_response_not_found",
+            )
         own, old = [t for t in req.turns[:1] if t.role == "system"], node.history()
         if own and old[0].role == "system":
             old = old[1:]
@@ -655,7 +813,10 @@ class Forest:
             node.acked = True
         nodes = []
         for _ in range(req.n):
-            again = next((n for n in self.places.get(place, ()) if n not in nodes and self._again(n, req)), None)
+            again = next(
+                (n for n in self.places.get(place, ()) if n not in nodes and self._again(n, req)),
+                None,
+            )
             self.counts["server/replayed"] += again is not None
             nodes.append(again or self._start(node, place, req))
         for n in nodes:
@@ -674,7 +835,9 @@ class Forest:
     def _start(self, parent: Node | None, place: tuple, req: Request) -> Node:
         if sum(map(len, self.places.values())) >= self.max_turns:
             self.truncated = True
-            raise BadRequest(f"this rollout has had its --max_turns {self.max_turns} replies", "max_turns")
+            raise BadRequest(
+                f"this rollout has had its --max_turns {self.max_turns} replies", "max_turns"
+            )
         least = sum(len(t.text) for t in place[2]) // self.chat.longest
         if least > self.max_context:  # rather than encode megabytes
             raise self._too_long(least)
@@ -686,7 +849,9 @@ class Forest:
         if room < 1:
             raise self._too_long(len(ids))
         limit = min(req.max_tokens or room, self.max_tokens, room)
-        self.counts["server/asked_other"] += any(self.sampling.get(k, v) != v for k, v in req.asked.items())
+        self.counts["server/asked_other"] += any(
+            self.sampling.get(k, v) != v for k, v in req.asked.items()
+        )
         self.places.setdefault(place, []).append(node)
         node.task = asyncio.create_task(self._sample(node, ids, limit))
         return node
@@ -697,19 +862,28 @@ class Forest:
         text = "prompt is too long: {} tokens > {most} maximum. This model's maximum context length is {most} tokens."
         return BadRequest(text.format(tokens, most=self.max_context - 1), "context_length_exceeded")
 
-    def _prompt(self, parent: Node | None, since: tuple, req: Request) -> tuple[Node | None, list[int]]:
+    def _prompt(
+        self, parent: Node | None, since: tuple, req: Request
+    ) -> tuple[Node | None, list[int]]:
         """(node whose ids come first, ids behind them). Without such a node all is rendered, as context."""
         opened = since[-1].role == "assistant"  # the client began the reply itself
         begun = self.chat.encode(self.chat.plain(since[-1].text)) if opened else []
         end = -1 if opened else None
         if parent:
             new = [self.message(t) for t in since[:end]]
-            system, reasoned = req.turns[0].role == "system", any(n.turn.reasoning for n in parent.path())
-            ids, kept = self.chat.following(new, int(parent.reply.tokens[-1]), req.tools, system, reasoned)
+            system, reasoned = (
+                req.turns[0].role == "system",
+                any(n.turn.reasoning for n in parent.path()),
+            )
+            ids, kept = self.chat.following(
+                new, int(parent.reply.tokens[-1]), req.tools, system, reasoned
+            )
             self.counts["server/rewritten"] += not kept
             if kept or self.preserve:
                 return parent, ids + begun
-        return None, self.chat.opening([self.message(t) for t in req.turns[:end]], req.tools) + begun
+        return None, self.chat.opening(
+            [self.message(t) for t in req.turns[:end]], req.tools
+        ) + begun
 
     def message(self, turn: In | As) -> dict:
         """A turn as chat templates take it. Tool calls get the ids that the model itself gave, or short ones."""
@@ -718,7 +892,10 @@ class Forest:
             # a tool's picture is no reason to end a run
             pictures = ["[an image, which this model cannot see]"] * len(turn.images)
             id_, name = self.calls.get(turn.call, (short(turn.call), ""))
-            message |= {"content": "\n".join(filter(None, [turn.text, *pictures])), "tool_call_id": id_}
+            message |= {
+                "content": "\n".join(filter(None, [turn.text, *pictures])),
+                "tool_call_id": id_,
+            }
             message |= {"name": name} if name else {}
         if turn.role == "assistant":
             message |= {"reasoning_content": turn.reasoning} if turn.reasoning else {}
@@ -737,7 +914,9 @@ class Forest:
                 raise RuntimeError("the engine gave a reply up")
             reasoning, text, calls, node.finish, node.stop = self._read(reply, node.request)
         except BaseException:
-            self.places[node.place].remove(node)  # nothing was recorded: the same request runs again
+            self.places[node.place].remove(
+                node
+            )  # nothing was recorded: the same request runs again
             raise
         spaces = {t["function"]["name"]: t.get("namespace", "") for t in node.request.tools}
         minted = [(name, raw, spaces.get(name, "")) for _, name, raw in calls]
@@ -767,7 +946,9 @@ class Forest:
         if node.timer:
             node.timer.cancel()  # of a connection that left before
         if not node.listeners and not node.reply:
-            node.timer = asyncio.get_running_loop().call_later(linger, lambda: node.listeners or node.task.cancel())
+            node.timer = asyncio.get_running_loop().call_later(
+                linger, lambda: node.listeners or node.task.cancel()
+            )
 
     def count(self, req: Request) -> int:
         """Tokens of a request's prompt."""
@@ -781,8 +962,20 @@ class Forest:
         thought = len(self.chat.encode(node.turn.reasoning or ""))
         logprobs = None
         if node.request.asked.get("logprobs") is True:
-            logprobs = [(self.chat.tokenizer.decode([t]), float(p)) for t, p in zip(r.tokens, r.logprobs)]
-        return Answer(node.id, node.turn, node.finish, node.stop, prompt, node.start, len(r.tokens), thought, logprobs)
+            logprobs = [
+                (self.chat.tokenizer.decode([t]), float(p)) for t, p in zip(r.tokens, r.logprobs)
+            ]
+        return Answer(
+            node.id,
+            node.turn,
+            node.finish,
+            node.stop,
+            prompt,
+            node.start,
+            len(r.tokens),
+            thought,
+            logprobs,
+        )
 
     async def close(self) -> None:
         """What still runs is cancelled."""
@@ -828,24 +1021,59 @@ class Answer:
     cached_tokens: int  # of the prompt, those that the parent node already held
     sampled_tokens: int
     reasoning_tokens: int
-    logprobs: list[tuple[str, float]] | None = None  # (token text, log-prob), only if a chat client asked for them
+    logprobs: list[tuple[str, float]] | None = (
+        None  # (token text, log-prob), only if a chat client asked for them
+    )
 
 
-ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
-NODE_IDS = ("", "chatcmpl-", "resp_", "msg_", "rs_", "enc_", "sig_")  # each stands before the node's id
-STREAMED = ("text", "thinking", "signature", "input", "summary", "content", "arguments")  # empty before the deltas
+ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+NODE_IDS = (
+    "",
+    "chatcmpl-",
+    "resp_",
+    "msg_",
+    "rs_",
+    "enc_",
+    "sig_",
+)  # each stands before the node's id
+STREAMED = (
+    "text",
+    "thinking",
+    "signature",
+    "input",
+    "summary",
+    "content",
+    "arguments",
+)  # empty before the deltas
 
 
-def mint(node: str, wire: str, text: str, reasoning: str | None, calls: list[tuple[str, str, str]]) -> As:
+def mint(
+    node: str, wire: str, text: str, reasoning: str | None, calls: list[tuple[str, str, str]]
+) -> As:
     """The turn as its wire says it, with ids for its calls and every anchor that a writer below may send.
 
     calls: (name, arguments, namespace). An Anthropic call carries an object; one whose arguments are none becomes text.
     """
     if wire == "messages":
-        broken = [f"{name}({arguments})" for name, arguments, _ in calls if _object(arguments) is None]
-        text, calls = "\n".join([text, *broken] if text else broken), [c for c in calls if _object(c[1]) is not None]
-    minted = tuple(Call(f"{'toolu' if wire == 'messages' else 'call'}_{node}_{i}", *c) for i, c in enumerate(calls))
-    ids = [c.id for c in minted] + [f"fc_{c.id}" for c in minted] + [kind + node for kind in NODE_IDS]
+        broken = [
+            f"{name}({arguments})" for name, arguments, _ in calls if _object(arguments) is None
+        ]
+        text, calls = (
+            "\n".join([text, *broken] if text else broken),
+            [c for c in calls if _object(c[1]) is not None],
+        )
+    minted = tuple(
+        Call(f"{'toolu' if wire == 'messages' else 'call'}_{node}_{i}", *c)
+        for i, c in enumerate(calls)
+    )
+    ids = (
+        [c.id for c in minted] + [f"fc_{c.id}" for c in minted] + [kind + node for kind in NODE_IDS]
+    )
     return As(text, reasoning or None, minted, tuple(ids))
 
 
@@ -855,12 +1083,22 @@ def write(req: Request, answers: list[Answer], begun: dict | None = None) -> dic
     begun = begun or _begun(req, a.node, a.prompt_tokens, a.cached_tokens)
     if req.wire == "responses":
         # a reply cut by its length is "completed" as well: Codex fails the whole run on "incomplete"
-        return begun | {"status": "completed", "output": _items(req, a), "usage": _usage(answers, "input", "output")}
+        return begun | {
+            "status": "completed",
+            "output": _items(req, a),
+            "usage": _usage(answers, "input", "output"),
+        }
     if req.wire == "messages":
         ended = {"stop_reason": _reason(a, "max_tokens", "tool_use", "stop_sequence", "end_turn")}
-        ended |= {"stop_sequence": a.stop or None, "usage": begun["usage"] | {"output_tokens": a.sampled_tokens}}
+        ended |= {
+            "stop_sequence": a.stop or None,
+            "usage": begun["usage"] | {"output_tokens": a.sampled_tokens},
+        }
         return begun | ended | {"content": _blocks(a.node, a.turn)}
-    return begun | {"choices": [_chat_choice(i, a) for i, a in enumerate(answers)], "usage": _usage(answers)}
+    return begun | {
+        "choices": [_chat_choice(i, a) for i, a in enumerate(answers)],
+        "usage": _usage(answers),
+    }
 
 
 class Stream:
@@ -877,12 +1115,20 @@ class Stream:
         """What to send once the engine has accepted the request."""
         if self.wire == "chat":
             return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(self.req.n)]
-        kind, key = ("message_start", "message") if self.wire == "messages" else ("response.created", "response")
+        kind, key = (
+            ("message_start", "message")
+            if self.wire == "messages"
+            else ("response.created", "response")
+        )
         return [self._frame({"type": kind, key: self.begun}), self.alive()]
 
     def alive(self) -> str:
         """What resets the idle timers of the wire's clients. Codex ignores comments, the AI SDK dies of pings."""
-        event = dict(type="ping") if self.wire == "messages" else dict(type="response.in_progress", response=self.begun)
+        event = (
+            dict(type="ping")
+            if self.wire == "messages"
+            else dict(type="response.in_progress", response=self.begun)
+        )
         return ": keep-alive\n\n" if self.wire == "chat" else self._frame(event)
 
     def finish(self, answers: list[Answer]) -> list[str]:
@@ -891,11 +1137,23 @@ class Stream:
         if self.wire != "chat":
             events = _message_events if self.wire == "messages" else _response_events
             return [self._frame(event) for event in events(body)]
-        frames = [self._chunk(choice["index"], *piece) for choice in body["choices"] for piece in _pieces(choice)]
-        usage = self.begun | {"object": "chat.completion.chunk", "choices": [], "usage": body["usage"]}
-        return frames + ([self._frame(usage)] if self.req.include_usage else []) + ["data: [DONE]\n\n"]
+        frames = [
+            self._chunk(choice["index"], *piece)
+            for choice in body["choices"]
+            for piece in _pieces(choice)
+        ]
+        usage = self.begun | {
+            "object": "chat.completion.chunk",
+            "choices": [],
+            "usage": body["usage"],
+        }
+        return (
+            frames + ([self._frame(usage)] if self.req.include_usage else []) + ["data: [DONE]\n\n"]
+        )
 
-    def _chunk(self, i: int, delta: dict, logprobs: dict | None = None, reason: str | None = None) -> str:
+    def _chunk(
+        self, i: int, delta: dict, logprobs: dict | None = None, reason: str | None = None
+    ) -> str:
         choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._frame(self.begun | {"object": "chat.completion.chunk", "choices": [choice]})
 
@@ -912,16 +1170,25 @@ def error(wire: str, status: int, message: str, code: str = "") -> dict:
     kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if wire != "messages":
         return {"error": {"message": message, "type": kind, "param": None, "code": code or None}}
-    details = {"error_code": code} | ({"unsupported": ["thread"]} if code == "thread_unsupported_request" else {})
-    return {"type": "error", "error": {"type": kind, "message": message} | ({"details": details} if code else {})}
+    details = {"error_code": code} | (
+        {"unsupported": ["thread"]} if code == "thread_unsupported_request" else {}
+    )
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message} | ({"details": details} if code else {}),
+    }
 
 
 def _object(arguments: str) -> dict | None:
     """The object that arguments spell, None where they spell none that every client can read."""
     try:
         value = json.loads(arguments.strip() or "{}")
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # no NaN, no 1e999, no half of a surrogate pair
-        return value if isinstance(value, dict) and _depth(value) <= 100 else None  # some parsers refuse more
+        json.dumps(
+            value, allow_nan=False, ensure_ascii=False
+        ).encode()  # no NaN, no 1e999, no half of a surrogate pair
+        return (
+            value if isinstance(value, dict) and _depth(value) <= 100 else None
+        )  # some parsers refuse more
     except (ValueError, RecursionError):
         return None
 
@@ -934,15 +1201,44 @@ def _depth(value) -> int:
 def _begun(req: Request, node: str, prompt: int, cached: int) -> dict:
     """A reply's body before anything was sampled."""
     if req.wire == "chat":
-        return dict(id=f"chatcmpl-{node}", object="chat.completion", created=int(time.time()), model=req.model)
+        return dict(
+            id=f"chatcmpl-{node}",
+            object="chat.completion",
+            created=int(time.time()),
+            model=req.model,
+        )
     if req.wire == "messages":
         # what a cache held is counted apart: the prompt is the sum of the three inputs
-        usage = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
-        head = {"id": f"msg_{node}", "type": "message", "role": "assistant", "model": req.model, "content": []}
-        return head | {"stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
-    body = dict(id=f"resp_{node}", object="response", created_at=int(time.time()), model=req.model, output=[])
+        usage = {
+            "input_tokens": prompt - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+        head = {
+            "id": f"msg_{node}",
+            "type": "message",
+            "role": "assistant",
+            "model": req.model,
+            "content": [],
+        }
+        return head | {
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage | {"output_tokens": 0},
+        }
+    body = dict(
+        id=f"resp_{node}",
+        object="response",
+        created_at=int(time.time()),
+        model=req.model,
+        output=[],
+    )
     body |= dict(status="in_progress", usage=None, error=None, incomplete_details=None, tools=[])
-    return body | dict(tool_choice=req.tool_choice, parallel_tool_calls=True, previous_response_id=req.previous or None)
+    return body | dict(
+        tool_choice=req.tool_choice,
+        parallel_tool_calls=True,
+        previous_response_id=req.previous or None,
+    )
 
 
 def _reason(a: Answer, length="length", calls="tool_calls", stop_string="stop", stop="stop") -> str:
@@ -954,14 +1250,29 @@ def _reason(a: Answer, length="length", calls="tool_calls", stop_string="stop", 
 def _usage(answers: list[Answer], prompt="prompt", reply="completion") -> dict:
     """OpenAI's, with the words of one of its two wires. The answers share one prompt."""
     total, sampled = answers[0].prompt_tokens, sum(a.sampled_tokens for a in answers)
-    details = {f"{prompt}_tokens_details": {"cached_tokens": answers[0].cached_tokens, "cache_write_tokens": 0}}
-    details |= {f"{reply}_tokens_details": {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)}}
-    return {f"{prompt}_tokens": total, f"{reply}_tokens": sampled, "total_tokens": total + sampled} | details
+    details = {
+        f"{prompt}_tokens_details": {
+            "cached_tokens": answers[0].cached_tokens,
+            "cache_write_tokens": 0,
+        }
+    }
+    details |= {
+        f"{reply}_tokens_details": {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)}
+    }
+    return {
+        f"{prompt}_tokens": total,
+        f"{reply}_tokens": sampled,
+        "total_tokens": total + sampled,
+    } | details
 
 
 def _function(c: Call, **args) -> dict:
     """A call's name, its namespace apart from it, and its arguments: the raw text if they are not given otherwise."""
-    return {"name": c.name} | (args or {"arguments": c.arguments}) | ({"namespace": c.namespace} if c.namespace else {})
+    return (
+        {"name": c.name}
+        | (args or {"arguments": c.arguments})
+        | ({"namespace": c.namespace} if c.namespace else {})
+    )
 
 
 def _blank(block: dict) -> dict:
@@ -971,23 +1282,45 @@ def _blank(block: dict) -> dict:
 
 def _chat_choice(i: int, a: Answer) -> dict:
     message, logprobs = {"role": "assistant", "content": a.turn.text, NODE_KEY: a.node}, None
-    message |= {"reasoning_content": a.turn.reasoning, "reasoning": a.turn.reasoning} if a.turn.reasoning else {}
+    message |= (
+        {"reasoning_content": a.turn.reasoning, "reasoning": a.turn.reasoning}
+        if a.turn.reasoning
+        else {}
+    )
     if a.turn.calls:
-        message["tool_calls"] = [{"id": c.id, "type": "function", "function": _function(c)} for c in a.turn.calls]
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": _function(c)} for c in a.turn.calls
+        ]
     if a.logprobs is not None:
         # no bytes: the text of a token may be half a character
-        logprobs = {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in a.logprobs]}
+        logprobs = {
+            "content": [
+                {"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in a.logprobs
+            ]
+        }
     return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": _reason(a)}
 
 
 def _pieces(choice: dict) -> list[tuple]:
     """(delta, log-probs, finish reason) of each chunk; the role was said when the stream started."""
     message = choice["message"]
-    deltas = [{k: message[k] for k in ("reasoning_content", "reasoning")}] if "reasoning" in message else []
+    deltas = (
+        [{k: message[k] for k in ("reasoning_content", "reasoning")}]
+        if "reasoning" in message
+        else []
+    )
     deltas.append({k: message[k] for k in ("content", NODE_KEY)})
     for at, call in enumerate(message.get("tool_calls", [])):
-        deltas.append({"tool_calls": [{"index": at} | call | {"function": _blank(call["function"])}]})
-        deltas.append({"tool_calls": [{"index": at, "function": {"arguments": call["function"]["arguments"]}}]})
+        deltas.append(
+            {"tool_calls": [{"index": at} | call | {"function": _blank(call["function"])}]}
+        )
+        deltas.append(
+            {
+                "tool_calls": [
+                    {"index": at, "function": {"arguments": call["function"]["arguments"]}}
+                ]
+            }
+        )
     return [(delta,) for delta in deltas] + [({}, choice["logprobs"], choice["finish_reason"])]
 
 
@@ -995,19 +1328,32 @@ def _items(req: Request, a: Answer) -> list[dict]:
     turn, items = a.turn, []
     if turn.reasoning:
         # Codex sends both back, the AI SDK the summary alone
-        summary, content = ([{"type": f"{k}_text", "text": turn.reasoning}] for k in ("summary", "reasoning"))
-        items.append({"id": f"rs_{a.node}", "type": "reasoning", "summary": summary, "content": content})
+        summary, content = (
+            [{"type": f"{k}_text", "text": turn.reasoning}] for k in ("summary", "reasoning")
+        )
+        items.append(
+            {"id": f"rs_{a.node}", "type": "reasoning", "summary": summary, "content": content}
+        )
         items[0] |= {"encrypted_content": f"enc_{a.node}"} if req.include_encrypted else {}
     if turn.text or not (turn.reasoning or turn.calls):
         text = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
-        items.append({"id": f"msg_{a.node}", "type": "message", "role": "assistant", "content": [text]})
-    items += [{"id": f"fc_{c.id}", "type": "function_call", "call_id": c.id} | _function(c) for c in turn.calls]
+        items.append(
+            {"id": f"msg_{a.node}", "type": "message", "role": "assistant", "content": [text]}
+        )
+    items += [
+        {"id": f"fc_{c.id}", "type": "function_call", "call_id": c.id} | _function(c)
+        for c in turn.calls
+    ]
     return [item | {"status": "completed"} for item in items]
 
 
 def _response_events(body: dict):
     for i, item in enumerate(body["output"]):
-        yield dict(type="response.output_item.added", output_index=i, item=_blank(item) | {"status": "in_progress"})
+        yield dict(
+            type="response.output_item.added",
+            output_index=i,
+            item=_blank(item) | {"status": "in_progress"},
+        )
         for kind, fields in _item_events(item):
             yield dict(type=f"response.{kind}", output_index=i, item_id=item["id"], **fields)
         yield dict(type="response.output_item.done", output_index=i, item=item)
@@ -1024,22 +1370,45 @@ def _item_events(item: dict) -> list[tuple[str, dict]]:
         key, name, text, log = "summary", "reasoning_summary_part", "reasoning_summary_text", {}
     part, at = item[key][0], {f"{key}_index": 0}
     said = at | log
-    deltas = [(f"{text}.delta", said | {"delta": part["text"]}), (f"{text}.done", said | {"text": part["text"]})]
-    return [(f"{name}.added", at | {"part": _blank(part)}), *deltas, (f"{name}.done", at | {"part": part})]
+    deltas = [
+        (f"{text}.delta", said | {"delta": part["text"]}),
+        (f"{text}.done", said | {"text": part["text"]}),
+    ]
+    return [
+        (f"{name}.added", at | {"part": _blank(part)}),
+        *deltas,
+        (f"{name}.done", at | {"part": part}),
+    ]
 
 
 def _blocks(node: str, turn: As) -> list[dict]:
-    blocks = [dict(type="thinking", thinking=turn.reasoning, signature=f"sig_{node}")] if turn.reasoning else []
-    blocks += [{"type": "text", "text": turn.text}] if turn.text or not (turn.reasoning or turn.calls) else []
-    return blocks + [{"type": "tool_use", "id": c.id} | _function(c, input=_object(c.arguments)) for c in turn.calls]
+    blocks = (
+        [dict(type="thinking", thinking=turn.reasoning, signature=f"sig_{node}")]
+        if turn.reasoning
+        else []
+    )
+    blocks += (
+        [{"type": "text", "text": turn.text}]
+        if turn.text or not (turn.reasoning or turn.calls)
+        else []
+    )
+    return blocks + [
+        {"type": "tool_use", "id": c.id} | _function(c, input=_object(c.arguments))
+        for c in turn.calls
+    ]
 
 
 def _message_events(body: dict):
     for i, block in enumerate(body["content"]):
         yield {"type": "content_block_start", "index": i, "content_block": _blank(block)}
-        deltas = [(f"{k}_delta", k, block[k]) for k in ("text", "thinking", "signature") if k in block]
+        deltas = [
+            (f"{k}_delta", k, block[k]) for k in ("text", "thinking", "signature") if k in block
+        ]
         if block["type"] == "tool_use":
-            deltas = [("input_json_delta", "partial_json", part) for part in ("", json.dumps(block["input"]))]
+            deltas = [
+                ("input_json_delta", "partial_json", part)
+                for part in ("", json.dumps(block["input"]))
+            ]
         for kind, key, value in deltas:
             yield {"type": "content_block_delta", "index": i, "delta": {"type": kind, key: value}}
         yield {"type": "content_block_stop", "index": i}
@@ -1051,10 +1420,18 @@ def _message_events(body: dict):
 # ---- The server: connections in, forests behind them
 
 COUNT = "messages/count_tokens"
-READERS = {"chat/completions": read_chat, "responses": read_responses, "messages": read_messages, COUNT: read_messages}
+READERS = {
+    "chat/completions": read_chat,
+    "responses": read_responses,
+    "messages": read_messages,
+    COUNT: read_messages,
+}
 LARGEST = 64 << 20  # bytes of a body; a turn of a coding agent starts at 80 kB
 ALIVE = 5.0  # seconds between two keep-alives
-RETRIES = {410: [(b"x-should-retry", b"false")], 503: [(b"retry-after", b"1")]}  # headers that SDKs go by
+RETRIES = {
+    410: [(b"x-should-retry", b"false")],
+    503: [(b"retry-after", b"1")],
+}  # headers that SDKs go by
 
 
 class Server:
@@ -1099,9 +1476,16 @@ class Server:
         try:
             await self._route(scope["method"], route, key, headers, receive, send)
         except Exception as e:
-            if not isinstance(e, BadRequest):  # the engine's fault: nothing was recorded, and a retry is welcome
+            if not isinstance(
+                e, BadRequest
+            ):  # the engine's fault: nothing was recorded, and a retry is welcome
                 e = BadRequest(f"the engine could not answer: {type(e).__name__}: {e}", status=503)
-            await self._send(send, e.status, error(wire, e.status, str(e), e.error_code), *RETRIES.get(e.status, ()))
+            await self._send(
+                send,
+                e.status,
+                error(wire, e.status, str(e), e.error_code),
+                *RETRIES.get(e.status, ()),
+            )
 
     async def _route(self, method: str, route: str, key: str, headers: dict, receive, send) -> None:
         if method in ("GET", "HEAD") and route in ("", "health"):
@@ -1122,9 +1506,17 @@ class Server:
     def _forest(self, path: str, headers: dict) -> Forest:
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
         carried = [path, headers.get("x-rollout-id", ""), headers.get("x-api-key", ""), bearer]
-        named = [k for k in carried if k and hmac.compare_digest(k.encode(), self._signed(k.split("-")[0]).encode())]
+        named = [
+            k
+            for k in carried
+            if k and hmac.compare_digest(k.encode(), self._signed(k.split("-")[0]).encode())
+        ]
         if path and path not in named or not named:
-            raise BadRequest("this rollout is not known: take base_url or api_key from the task", "not_found", 404)
+            raise BadRequest(
+                "this rollout is not known: take base_url or api_key from the task",
+                "not_found",
+                404,
+            )
         if len(set(named)) > 1:
             raise BadRequest("the path and the headers name different rollouts")
         if self.host not in ("127.0.0.1", "::1", "localhost") and named[0] not in carried[1:]:
@@ -1135,21 +1527,34 @@ class Server:
 
     def _models(self, route: str, max_context: int) -> dict:
         """The policy as both providers describe a model, each with fields that the other's clients do not read."""
-        model = dict(id=self.model, object="model", type="model", display_name=self.model, owned_by="instar", created=0)
+        model = dict(
+            id=self.model,
+            object="model",
+            type="model",
+            display_name=self.model,
+            owned_by="instar",
+            created=0,
+        )
         model |= dict(created_at="1970-01-01T00:00:00Z", max_model_len=max_context)
         ends = dict(first_id=self.model, last_id=self.model, has_more=False)
         return model if "/" in route else dict(object="list", data=[model]) | ends
 
     async def _body(self, receive):
         raw, event = bytearray(), {"more_body": True}
-        while event.get("more_body"):  # where the connection closed, what came of the body is no JSON
+        while event.get(
+            "more_body"
+        ):  # where the connection closed, what came of the body is no JSON
             event = await receive()
             raw += event.get("body", b"")
             if len(raw) > LARGEST:
-                raise BadRequest(f"the body is larger than {LARGEST >> 20} MB", "request_too_large", 413)
+                raise BadRequest(
+                    f"the body is larger than {LARGEST >> 20} MB", "request_too_large", 413
+                )
         try:
             body = json.loads(raw)
-            if re.search(rb"\\u[dD][89a-fA-F]", raw):  # half a character, as programs leave that cut texts
+            if re.search(
+                rb"\\u[dD][89a-fA-F]", raw
+            ):  # half a character, as programs leave that cut texts
                 body = json.loads(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"))
             return body
         except (ValueError, RecursionError) as e:
@@ -1158,25 +1563,35 @@ class Server:
     async def _answer(self, forest: Forest, req: Request, receive, send) -> None:
         """Wait for the nodes, keep the connection alive, write the reply; note whether the client got it."""
         nodes = forest.answer(req)
-        gone = asyncio.ensure_future(receive())  # after the body only the end of the connection comes
+        gone = asyncio.ensure_future(
+            receive()
+        )  # after the body only the end of the connection comes
         begun = delivered = False
         stream = Stream(req, nodes[0].id, nodes[0].start + len(nodes[0].tokens), nodes[0].start)
         try:
             while running := [n.task for n in nodes if not n.task.done()]:
-                done, _ = await asyncio.wait([gone, *running], timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    [gone, *running], timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED
+                )
                 if gone in done:
                     return
                 if not done and req.stream:
-                    await self._frames(send, [stream.alive()] if begun else stream.start(), not begun)
+                    await self._frames(
+                        send, [stream.alive()] if begun else stream.start(), not begun
+                    )
                     begun = True
             ended = BadRequest("this rollout has ended", status=410)
-            if broken := [e for n in nodes if (e := ended if n.task.cancelled() else n.task.exception())]:
+            if broken := [
+                e for n in nodes if (e := ended if n.task.cancelled() else n.task.exception())
+            ]:
                 if begun:
                     return  # no wire has a good word for it: the stream breaks off, and the client tries again
                 raise broken[0]
             answers = [forest.shown(n) for n in nodes]
             if req.stream:
-                await self._frames(send, [*([] if begun else stream.start()), *stream.finish(answers)], not begun)
+                await self._frames(
+                    send, [*([] if begun else stream.start()), *stream.finish(answers)], not begun
+                )
                 delivered = not gone.done()
                 await send({"type": "http.response.body"})
             else:
@@ -1189,12 +1604,21 @@ class Server:
 
     async def _frames(self, send, frames: list[str], first: bool) -> None:
         if first:
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+            ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": "".join(frames).encode(), "more_body": True})
+        await send(
+            {"type": "http.response.body", "body": "".join(frames).encode(), "more_body": True}
+        )
 
     async def _send(self, send, status: int, body: dict, *headers: tuple) -> None:
         data = json.dumps(body).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode()), *headers]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(data)).encode()),
+            *headers,
+        ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": data})

@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported: every rank joins the cluster with its token
+os.environ.setdefault(
+    "RAY_AUTH_MODE", "token"
+)  # before ray is imported: every rank joins the cluster with its token
 # else engines yield the CPU to everything, to imports first; else Ray ends what would free the shared memory of a dead engine;
 # else it keeps a record of 100,000 calls, which nobody reads
 off = "worker_niceness process_group_cleanup_enabled kill_child_processes_on_worker_exit task_events_report_interval_ms"
@@ -71,14 +73,19 @@ class Config:
     # ---- agent.py
 
     agent: str = "agent.py"  # Python file that exports a class Agent; opd needs none
-    agent_cmd: str = ""  # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward
-    # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one reply to each prompt
+    # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward
+    agent_cmd: str = ""
+    # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one
+    # reply to each prompt
     reward: str = ""
-    data: str = "examples/starter/train.jsonl"  # prompts: a jsonl, json or parquet file, or a hub dataset
+    # prompts: a jsonl, json or parquet file, or a hub dataset
+    data: str = "examples/starter/train.jsonl"
     prompt_key: str = "prompt"  # column with the prompt: a text or a list of chat messages
     label_key: str = "label"  # column with the label that the agent's reward needs; may be absent
-    shuffle: bool = True  # draw rows in a seeded order, another one each pass; else as they stand in the file
-    data_epochs: int = 0  # passes over the data before the run ends by itself; 0 repeats until --steps
+    # draw rows in a seeded order, another one each pass; else as they stand in the file
+    shuffle: bool = True
+    # passes over the data before the run ends by itself; 0 repeats until --steps
+    data_epochs: int = 0
     max_turns: int = 4  # replies of the policy per rollout
     episode_timeout: float = 600.0  # seconds after which a rollout counts as failed
     max_failed: float = 0.5  # share of a batch's rollouts that may fail before the run stops
@@ -96,33 +103,42 @@ class Config:
     reasoning_parser: str = "auto"  # vLLM's name of the parser of reasoning
     # where agents reach the capture server; beyond loopback each rollout's key is demanded
     server_host: str = "127.0.0.1"
-    # a client wants JSON or forces a call: mask keeps the engine to it and does not train the reply; free does neither
+    # a client wants JSON or forces a call: mask keeps the engine to it and does not train the
+    # reply; free does neither
     constrained: Literal["mask", "free"] = "mask"
-    # go on from the sampled ids also where the chat template strips old reasoning: one row, not one for each question
+    # go on from the sampled ids also where the chat template strips old reasoning: one row, not one
+    # for each question
     preserve: bool = False
     linger: float = 60.0  # seconds that a reply goes on after its client has disconnected
     prompts: int = 16  # groups per batch
-    # versions that a trained token may be old; 0: strictly on-policy, nothing is in flight across a refit
+    # versions that a trained token may be old; 0: strictly on-policy, nothing is in flight across a
+    # refit
     max_lag: int = 0
-    # of --partial: keep the KV cache at a refit; faster, and what an interrupted reply goes on with counts as off-version
+    # of --partial: keep the KV cache at a refit; faster, and what an interrupted reply goes on with
+    # counts as off-version
     stale_kv: bool = False
-    partial: bool = False  # a refit interrupts replies, which go on under the new weights; else it waits for them
+    # a refit interrupts replies, which go on under the new weights; else it waits for them
+    partial: bool = False
     # LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)
     dynamic_sampling: tuple[float, float] = (-math.inf, math.inf)
-    # groups that dynamic sampling may replace, as a multiple of --prompts; the batch then takes them as they come
+    # groups that dynamic sampling may replace, as a multiple of --prompts; the batch then takes
+    # them as they come
     max_filtered: float = 4.0
-    # groups in flight, as a multiple of what is needed: the slowest are not waited for, and start again
+    # groups in flight, as a multiple of what is needed: the slowest are not waited for, and start
+    # again
     oversample: float = 1.0
     samples: int = 8  # rollouts per group
     temperature: float = 1.0  # sampling temperature; the trainer applies the same
     max_tokens: int = 24  # sampled tokens per turn
     max_context: int = 256  # tokens per rollout, prompt included
-    # seconds in which an engine answers when the trainer asks how it is; one that hangs is started again
+    # seconds in which an engine answers when the trainer asks how it is; one that hangs is started
+    # again
     engine_timeout: float = 300.0
     ray_address: str = ""  # Ray cluster to join ("auto" under Slurm); empty starts one on this node
 
     save_rollouts: bool = False  # write each batch to --out/rollouts, for --train_from
-    train_from: str = ""  # train on the batches in this folder, as --save_rollouts wrote them, without engines
+    # train on the batches in this folder, as --save_rollouts wrote them, without engines
+    train_from: str = ""
 
     eval_data: str = ""  # rows to evaluate on, as --data; a column data_source splits the scores
     eval_every: int = 0  # steps between evaluations; 0: none
@@ -134,9 +150,12 @@ class Config:
 
     # ---- replay.py
 
-    tokens_per_microbatch: int = 16384  # tokens per forward, padding included: a strict bound on memory
-    replay_experts: bool = False  # replay the engine's expert choices in the trainer (mixture of experts only)
-    # bound on gap/on_version; 0 means 1e-4 on the max in float32, 0.02 on the mean and 1e-3 on k3 in bfloat16
+    # tokens per forward, padding included: a strict bound on memory
+    tokens_per_microbatch: int = 16384
+    # replay the engine's expert choices in the trainer (mixture of experts only)
+    replay_experts: bool = False
+    # bound on gap/on_version; 0 means 1e-4 on the max in float32, 0.02 on the mean and 1e-3 on k3
+    # in bfloat16
     max_gap: float = 0.0
 
     # ---- estimator.py
@@ -144,15 +163,21 @@ class Config:
     estimator: Literal[tuple(ESTIMATORS)] = "grpo"  # rewards to advantages
     gamma: float = 1.0  # discount per action token (reinforce, gae)
     lam: float = 0.95  # lambda of gae
-    whiten: bool = True  # whiten the advantages of reinforce, reinforce_baseline and gae over the batch
+    # whiten the advantages of reinforce, reinforce_baseline and gae over the batch
+    whiten: bool = True
     # LO HI that a rollout's reward is held between before it is credited
     reward_clip: tuple[float, float] = (-math.inf, math.inf)
-    reward_weights: tuple[float, ...] = ()  # of the named rewards of gdpo, in the order of their names; empty: all 1
-    # LIMIT BUFFER of a rollout's sampled tokens: the reward falls by up to 1 in the last BUFFER (DAPO); 0 0 is off
+    # of the named rewards of gdpo, in the order of their names; empty: all 1
+    reward_weights: tuple[float, ...] = ()
+    # LIMIT BUFFER of a rollout's sampled tokens: the reward falls by up to 1 in the last BUFFER
+    # (DAPO); 0 0 is off
     overlong: tuple[int, int] = (0, 0)
-    bootstrap_truncated: bool = False  # gae: a truncated rollout goes on at the critic's last value, not at 0
-    kl_coef: float = 0.0  # coefficient of the KL to --ref_model: in the reward, or with --kl_loss in the loss
-    kl_type: Literal["auto", "k1", "k2", "k3"] = "auto"  # its estimator; auto: k1 in the reward, k2 in the loss
+    # gae: a truncated rollout goes on at the critic's last value, not at 0
+    bootstrap_truncated: bool = False
+    # coefficient of the KL to --ref_model: in the reward, or with --kl_loss in the loss
+    kl_coef: float = 0.0
+    # its estimator; auto: k1 in the reward, k2 in the loss
+    kl_type: Literal["auto", "k1", "k2", "k3"] = "auto"
     kl_loss: bool = False  # the KL is a loss with a gradient, not a part of the reward
     kl_target: float = 0.0  # KL that --kl_coef is adapted to; 0: it stays as it is
     kl_horizon: float = 10_000.0  # rollouts in which it adapts
@@ -160,21 +185,26 @@ class Config:
     # ---- loss.py
 
     loss: Literal[tuple(LOSSES)] = "ppo"  # policy loss
-    clip_low: float | None = None  # lower clip of the ratio is 1 - this; unset: what the loss's paper uses (loss.CLIPS)
+    # lower clip of the ratio is 1 - this; unset: what the loss's paper uses (loss.CLIPS)
+    clip_low: float | None = None
     clip_high: float | None = None  # upper clip of the ratio is 1 + this
     # temperature of sapo's gate where the advantage is positive, and elsewhere
     sapo_tau: tuple[float, float] = (1.0, 1.05)
     dppo_delta: float = 0.2  # dppo drops a token whose probability has moved by more
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    balance_coef: float = 0.0  # weight of the load-balance loss of the experts (mixture of experts only)
-    value_clip: float = 0.2  # the critic's value moves by no more than this from the one before the update; 0 is off
+    # weight of the load-balance loss of the experts (mixture of experts only)
+    balance_coef: float = 0.0
+    # the critic's value moves by no more than this from the one before the update; 0 is off
+    value_clip: float = 0.2
     dual_clip: float = 0.0  # bound c > 1 on the loss of negative advantages; 0 is off
     # unit of the rollout/trainer correction; off is sound only while nothing can be stale
     is_level: Literal["off", "token", "seq", "geo"] = "off"
     is_mode: Literal["mask", "clip", "trunc"] = "trunc"  # what happens to weights outside the band
     is_band: tuple[float, float] = (0.5, 2.0)  # LO HI, inclusive
-    is_denominator: Literal["all", "kept"] = "all"  # whether rejected tokens still count in the denominator
-    # mean over the update's trained tokens; over rollouts of their token means; sum over --loss_length times rollouts
+    # whether rejected tokens still count in the denominator
+    is_denominator: Literal["all", "kept"] = "all"
+    # mean over the update's trained tokens; over rollouts of their token means; sum over
+    # --loss_length times rollouts
     loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     loss_length: int = 0  # the L_max of --loss_agg constant
 
@@ -186,9 +216,11 @@ class Config:
 
     # ---- train.py
 
-    # reference of the KL, or the teacher of opd; empty with a --kl_coef: --model as it was at the start
+    # reference of the KL, or the teacher of opd; empty with a --kl_coef: --model as it was at the
+    # start
     ref_model: str = ""
-    critic_model: str = ""  # what the critic of gae starts from, with a new scalar head; empty: --model
+    # what the critic of gae starts from, with a new scalar head; empty: --model
+    critic_model: str = ""
     critic_lr: float = 1e-3  # peak learning rate of the critic
     critic_warmup_steps: int = 0  # first steps in which the critic learns alone
     # old log-probs of the ratio: the trainer's own, or the engine's as they came
@@ -201,23 +233,29 @@ class Config:
     warmup: int = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # of AdamW
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    # muon: Muon for the matrices of the layers, its steps as large as AdamW's, and AdamW for the rest
+    # muon: Muon for the matrices of the layers, its steps as large as AdamW's, and AdamW for the
+    # rest
     optimizer: Literal["adamw", "muon"] = "adamw"
-    # rank of the policy's adapters on all projections and experts, the weights stay as they are; 0 trains the weights
+    # rank of the policy's adapters on all projections and experts, the weights stay as they are; 0
+    # trains the weights
     lora_rank: int = 0
     lora_alpha: int = 0  # the adapters are scaled by this over --lora_rank; 0: twice the rank
     # compute the activations of each layer again in backward, instead of keeping them
     checkpoint_activations: bool = False
-    # optimizer: float32 weights, gradients and moments stay in CPU memory, where it steps (FSDP2's CPUOffloadPolicy)
+    # optimizer: float32 weights, gradients and moments stay in CPU memory, where it steps (FSDP2's
+    # CPUOffloadPolicy)
     offload: Literal["none", "optimizer"] = "none"
     # gradients are clipped to this norm; a step with a non-finite norm is skipped and counted
     max_grad_norm: float = 1.0
-    # of forward, engine and refit; auto: bfloat16 on GPU, float32 on CPU. Master weights are float32
+    # of forward, engine and refit; auto: bfloat16 on GPU, float32 on CPU. Master weights are
+    # float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     ep: int = 1  # expert-parallel ranks
     seed: int = 0  # of prompts' order, engines and tasks
-    out: str = ""  # folder for metrics.jsonl, checkpoints and the exported model; empty: out/<date>-<seed>
-    save_timeout: float = 1800.0  # seconds for writing a checkpoint; then the run ends, the last one is whole
+    # folder for metrics.jsonl, checkpoints and the exported model; empty: out/<date>-<seed>
+    out: str = ""
+    # seconds for writing a checkpoint; then the run ends, the last one is whole
+    save_timeout: float = 1800.0
     save_every: int = 0  # steps between checkpoints; 0: at the end only
     keep: int = 2  # checkpoints kept
     resume: bool = False  # go on from the newest checkpoint in --out
@@ -233,7 +271,9 @@ class Config:
             self.kl_type = "k2" if self.kl_loss else "k1"
         if self.estimator == "sft" and self.loss == "ppo":
             self.loss = "pg"  # a demonstration has no other log-probs to compare with
-        if self.estimator == "opd":  # the teacher has to be named, and is all that there is to learn from
+        if (
+            self.estimator == "opd"
+        ):  # the teacher has to be named, and is all that there is to learn from
             self.agent = "" if self.agent == "agent.py" else self.agent
         elif self.kl_coef:
             self.ref_model = self.ref_model or self.model
@@ -246,7 +286,16 @@ def parse(argv: list[str] | None = None, rank: int = 0) -> Config:
     """The command line as a Config, names made absolute and "auto" resolved. Rank 0 tells of a wrong flag, all exit with code 2."""
     style = dict(config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True)
     cfg = tyro.cli(Config, args=argv, console_outputs=rank == 0, **style)
-    for name in ("agent", "data", "model", "reward", "ref_model", "critic_model", "train_from", "eval_data"):
+    for name in (
+        "agent",
+        "data",
+        "model",
+        "reward",
+        "ref_model",
+        "critic_model",
+        "train_from",
+        "eval_data",
+    ):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
     cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
@@ -262,11 +311,16 @@ def validate(cfg: Config, world: int = 1) -> None:
     positive += " engine_timeout refit_timeout save_timeout"
     refused = [(getattr(cfg, name) <= 0, name, "must be positive") for name in positive.split()]
     zero = "max_lag balance_coef lora_rank lora_alpha"
-    refused += [(not getattr(cfg, name) >= 0, name, "must be positive, or 0 for none") for name in zero.split()]
+    refused += [
+        (not getattr(cfg, name) >= 0, name, "must be positive, or 0 for none")
+        for name in zero.split()
+    ]
     for wrong, names, fix in refused + unfit(cfg, world):
         if wrong:
             values = [(name, getattr(cfg, name)) for name in names.split()]
-            told = [f"--{n} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for n, v in values]
+            told = [
+                f"--{n} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for n, v in values
+            ]
             raise ValueError(f"{' '.join(told)}: {fix}")
     if cfg.loss in ("gspo", "gspo_token") and max(cfg.clip_low, cfg.clip_high) > 0.05:
         clips = f"--loss {cfg.loss} --clip_low {cfg.clip_low} --clip_high {cfg.clip_high}"
@@ -278,54 +332,176 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
     engine_args = None
     with contextlib.suppress(ValueError):
         engine_args = json.loads(cfg.engine_args)
-    kind, loss, kl, grouped = cfg.estimator, cfg.loss, cfg.kl_coef != 0, cfg.estimator in GROUP_ESTIMATORS
+    kind, loss, kl, grouped = (
+        cfg.estimator,
+        cfg.loss,
+        cfg.kl_coef != 0,
+        cfg.estimator in GROUP_ESTIMATORS,
+    )
     evals = bool(cfg.eval_every or cfg.eval_at_start or cfg.eval_only)
-    idle, several = kind == "sft" or cfg.train_from, cfg.eval_samples > 1 and cfg.eval_temperature == 0
-    constant, sequences, gated = cfg.loss_agg == "constant", loss in SEQUENCE_LOSSES, cfg.is_level in ("seq", "geo")
-    corrected, clipped, rewarded = cfg.is_level != "off", loss in ("ppo", "gspo", "gspo_token"), kl and not cfg.kl_loss
-    stale = cfg.max_lag > 0 and not (corrected or cfg.old == "behaviour" or loss == "dppo" or kind == "sft")
+    idle, several = (
+        kind == "sft" or cfg.train_from,
+        cfg.eval_samples > 1 and cfg.eval_temperature == 0,
+    )
+    constant, sequences, gated = (
+        cfg.loss_agg == "constant",
+        loss in SEQUENCE_LOSSES,
+        cfg.is_level in ("seq", "geo"),
+    )
+    corrected, clipped, rewarded = (
+        cfg.is_level != "off",
+        loss in ("ppo", "gspo", "gspo_token"),
+        kl and not cfg.kl_loss,
+    )
+    stale = cfg.max_lag > 0 and not (
+        corrected or cfg.old == "behaviour" or loss == "dppo" or kind == "sft"
+    )
     critic = cfg.critic_model or cfg.critic_warmup_steps or cfg.bootstrap_truncated
     plain = loss == "pg" and not kl and not corrected and not cfg.balance_coef and cfg.epochs == 1
     return [
-        (cfg.agent_cmd and not cfg.reward, "agent_cmd", "set --reward to the file that grades what it did"),
-        (cfg.samples < 2 and grouped, "samples estimator", "it compares rollouts of a group, set --samples 2 or more"),
-        (cfg.prompts % cfg.minibatches, "prompts minibatches", "the first has to be divisible by the second"),
+        (
+            cfg.agent_cmd and not cfg.reward,
+            "agent_cmd",
+            "set --reward to the file that grades what it did",
+        ),
+        (
+            cfg.samples < 2 and grouped,
+            "samples estimator",
+            "it compares rollouts of a group, set --samples 2 or more",
+        ),
+        (
+            cfg.prompts % cfg.minibatches,
+            "prompts minibatches",
+            "the first has to be divisible by the second",
+        ),
         (world % cfg.ep, "ep", f"does not divide the {world} ranks: start a multiple of it"),
-        (cfg.offload != "none" and cfg.ep > 1, "offload ep", "the experts would not leave the CPU: set --ep 1"),
-        (cfg.max_context > cfg.tokens_per_microbatch, "tokens_per_microbatch max_context", "raise the first"),
+        (
+            cfg.offload != "none" and cfg.ep > 1,
+            "offload ep",
+            "the experts would not leave the CPU: set --ep 1",
+        ),
+        (
+            cfg.max_context > cfg.tokens_per_microbatch,
+            "tokens_per_microbatch max_context",
+            "raise the first",
+        ),
         (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
-        (evals != bool(cfg.eval_data), "eval_data", "set it with --eval_every, --eval_at_start or --eval_only"),
-        (evals and idle, "eval_data estimator train_from", "without engines nothing can be evaluated"),
-        (several, "eval_samples eval_temperature", "greedy samples are all the same: set a temperature"),
+        (
+            evals != bool(cfg.eval_data),
+            "eval_data",
+            "set it with --eval_every, --eval_at_start or --eval_only",
+        ),
+        (
+            evals and idle,
+            "eval_data estimator train_from",
+            "without engines nothing can be evaluated",
+        ),
+        (
+            several,
+            "eval_samples eval_temperature",
+            "greedy samples are all the same: set a temperature",
+        ),
         (cfg.oversample < 1, "oversample", "must be at least 1"),
-        (cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1], "dynamic_sampling", "LO is not below HI"),
-        (cfg.partial and not cfg.max_lag, "partial max_lag", "nothing is in flight across a refit: set --max_lag 1"),
-        (cfg.stale_kv and not cfg.partial, "stale_kv partial", "nothing is interrupted by a refit: set --partial"),
-        (stale, "max_lag is_level", "stale tokens need a correction: --is_level token, --loss dppo or --old behaviour"),
+        (
+            cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1],
+            "dynamic_sampling",
+            "LO is not below HI",
+        ),
+        (
+            cfg.partial and not cfg.max_lag,
+            "partial max_lag",
+            "nothing is in flight across a refit: set --max_lag 1",
+        ),
+        (
+            cfg.stale_kv and not cfg.partial,
+            "stale_kv partial",
+            "nothing is interrupted by a refit: set --partial",
+        ),
+        (
+            stale,
+            "max_lag is_level",
+            "stale tokens need a correction: --is_level token, --loss dppo or --old behaviour",
+        ),
         (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
         (cfg.is_band[0] > cfg.is_band[1], "is_band", "LO is above HI"),
-        (constant != (cfg.loss_length > 0), "loss_agg loss_length", "constant needs a length, the others none"),
-        (any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0], "overlong", "0 < BUFFER <= LIMIT, or 0 0"),
+        (
+            constant != (cfg.loss_length > 0),
+            "loss_agg loss_length",
+            "constant needs a length, the others none",
+        ),
+        (
+            any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0],
+            "overlong",
+            "0 < BUFFER <= LIMIT, or 0 0",
+        ),
         (cfg.lora_alpha and not cfg.lora_rank, "lora_alpha lora_rank", "set --lora_rank as well"),
         (cfg.resume and not cfg.out, "resume", "needs --out, the folder of the run to go on with"),
-        (not isinstance(engine_args, dict), "engine_args", "is not a JSON object, as in '{\"block_size\": 32}'"),
+        (
+            not isinstance(engine_args, dict),
+            "engine_args",
+            "is not a JSON object, as in '{\"block_size\": 32}'",
+        ),
         # estimators, losses and corrections that mean nothing together
-        (gated and cfg.is_mode != "mask", "is_level is_mode", "a gate over whole sequences: set --is_mode mask"),
-        (cfg.dual_clip and not clipped, "dual_clip loss", "that loss has no clip to bound: use ppo"),
-        (sequences and cfg.is_level == "token", "is_level loss", "one ratio per sequence: set --is_level seq or geo"),
-        (sequences and cfg.loss_agg != "seq_mean", "loss loss_agg", "a mean over sequences: set --loss_agg seq_mean"),
-        (loss == "dppo" and corrected, "loss is_level", "its ratio is the one to the engine: drop --is_level"),
-        (cfg.old == "behaviour" and corrected, "old is_level", "the ratio then is the correction: drop one"),
+        (
+            gated and cfg.is_mode != "mask",
+            "is_level is_mode",
+            "a gate over whole sequences: set --is_mode mask",
+        ),
+        (
+            cfg.dual_clip and not clipped,
+            "dual_clip loss",
+            "that loss has no clip to bound: use ppo",
+        ),
+        (
+            sequences and cfg.is_level == "token",
+            "is_level loss",
+            "one ratio per sequence: set --is_level seq or geo",
+        ),
+        (
+            sequences and cfg.loss_agg != "seq_mean",
+            "loss loss_agg",
+            "a mean over sequences: set --loss_agg seq_mean",
+        ),
+        (
+            loss == "dppo" and corrected,
+            "loss is_level",
+            "its ratio is the one to the engine: drop --is_level",
+        ),
+        (
+            cfg.old == "behaviour" and corrected,
+            "old is_level",
+            "the ratio then is the correction: drop one",
+        ),
         (rewarded and grouped, "kl_coef estimator", "it takes no KL as a reward: add --kl_loss"),
-        (cfg.kl_loss and cfg.kl_type == "k1", "kl_loss kl_type", "the expected gradient of k1 is zero: use k2 or k3"),
+        (
+            cfg.kl_loss and cfg.kl_type == "k1",
+            "kl_loss kl_type",
+            "the expected gradient of k1 is zero: use k2 or k3",
+        ),
         (cfg.kl_loss and not kl, "kl_loss", "it needs a --kl_coef"),
         (cfg.kl_target and not kl, "kl_target", "it needs a --kl_coef to start from"),
         (kind == "opd" and not cfg.ref_model, "estimator", "it needs a teacher: set --ref_model"),
-        (kind == "opd" and not rewarded, "estimator kl_coef", "it learns from the KL alone: set it, no --kl_loss"),
-        (kind == "sft" and not plain, "estimator", "its loss is -log pi: no KL, correction or balance, one epoch"),
+        (
+            kind == "opd" and not rewarded,
+            "estimator kl_coef",
+            "it learns from the KL alone: set it, no --kl_loss",
+        ),
+        (
+            kind == "sft" and not plain,
+            "estimator",
+            "its loss is -log pi: no KL, correction or balance, one epoch",
+        ),
         (cfg.ref_model and not kl, "ref_model", "nothing reads it: set a --kl_coef"),
-        (kind != "gae" and critic, "estimator critic_model critic_warmup_steps", "it has no critic: use gae"),
-        (cfg.reward_weights and kind != "gdpo", "reward_weights estimator", "only gdpo weighs named rewards"),
+        (
+            kind != "gae" and critic,
+            "estimator critic_model critic_warmup_steps",
+            "it has no critic: use gae",
+        ),
+        (
+            cfg.reward_weights and kind != "gdpo",
+            "reward_weights estimator",
+            "only gdpo weighs named rewards",
+        ),
     ]
 
 
@@ -342,31 +518,47 @@ def check_inputs(cfg: Config) -> list[dict]:
     for i, row in enumerate(rows if cfg.estimator == "sft" else []):
         said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
         if not said and row.get(cfg.label_key) is None:
-            raise ValueError(f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn")
+            raise ValueError(
+                f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
+            )
     if cfg.eval_data:
         load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
-    models = {flag: path for flag in ("critic_model", "ref_model", "model") if (path := getattr(cfg, flag))}
+    models = {
+        flag: path
+        for flag in ("critic_model", "ref_model", "model")
+        if (path := getattr(cfg, flag))
+    }
     for flag, path in models.items():
-        if not os.path.isdir(path) and os.path.isdir(os.path.dirname(path)):  # else it may be a hub name
+        if not os.path.isdir(path) and os.path.isdir(
+            os.path.dirname(path)
+        ):  # else it may be a hub name
             raise ValueError(f"--{flag} {path}: there is no such folder")
         try:
             config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as e:
-            raise ValueError(f"--{flag} {path}: no model there ({str(e).splitlines()[0]})") from None
+            raise ValueError(
+                f"--{flag} {path}: no model there ({str(e).splitlines()[0]})"
+            ) from None
     for flag in ("replay_experts", "balance_coef"):
         if getattr(cfg, flag) and not experts_of(config):
-            raise ValueError(f"--{flag}: --model {cfg.model} is dense, it has no experts; drop the flag")
+            raise ValueError(
+                f"--{flag}: --model {cfg.model} is dense, it has no experts; drop the flag"
+            )
     try:
         os.makedirs(cfg.out, exist_ok=True)
         tempfile.TemporaryFile(dir=cfg.out).close()
     except OSError as e:
         raise ValueError(f"--out {cfg.out} cannot be written ({e.strerror})") from None
     if cfg.train_from and not list(Path(cfg.train_from).glob("*.jsonl")):
-        raise ValueError(f"--train_from {cfg.train_from}: there are no batches, as --save_rollouts writes them")
+        raise ValueError(
+            f"--train_from {cfg.train_from}: there are no batches, as --save_rollouts writes them"
+        )
     if cfg.resume and not checkpoints(cfg.out):
         raise ValueError(f"--resume: --out {cfg.out} has no checkpoint")
     if not cfg.resume and (Path(cfg.out) / "metrics.jsonl").exists():
-        raise ValueError(f"--out {cfg.out} holds a run already: add --resume to go on with it, or name another folder")
+        raise ValueError(
+            f"--out {cfg.out} holds a run already: add --resume to go on with it, or name another folder"
+        )
     return rows
 
 
@@ -392,7 +584,10 @@ def cuda_means_cpu():
         def __call__(cls, *args, **kwargs):
             return cpu if args and str(args[0]).startswith("cuda") else real(*args, **kwargs)
 
-    with mock.patch("torch.device", Meta("device", (), {})), mock.patch("torch.cuda.current_device", lambda: cpu):
+    with (
+        mock.patch("torch.device", Meta("device", (), {})),
+        mock.patch("torch.cuda.current_device", lambda: cpu),
+    ):
         yield
 
 
@@ -400,13 +595,19 @@ def adapters(cfg: Config):
     """AutoModel's description of the adapters of --lora_rank."""
     from nemo_automodel.components._peft.lora import PeftConfig
 
-    return PeftConfig(target_modules=["*_proj", "*experts*"], dim=cfg.lora_rank, alpha=cfg.lora_alpha)
+    return PeftConfig(
+        target_modules=["*_proj", "*experts*"], dim=cfg.lora_rank, alpha=cfg.lora_alpha
+    )
 
 
 def build_model(cfg: Config, device: str, path: str = ""):
     """The policy (or the model at `path`, without adapters) as an FSDP2 model with float32 master weights; (model, device meshes)."""
     from nemo_automodel import NeMoAutoModelForCausalLM
-    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
+    from nemo_automodel.components.distributed.config import (
+        DistributedSetup,
+        FSDP2Config,
+        MoEParallelizerConfig,
+    )
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from nemo_automodel.components.models.common.utils import BackendConfig
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -418,24 +619,43 @@ def build_model(cfg: Config, device: str, path: str = ""):
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
     fsdp = FSDP2Config(mp_policy=policy, offload_policy=offload, defer_fsdp_grad_sync=False)
     experts = MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None
-    parallel = dict(parallelism_sizes=ParallelismSizes(ep_size=cfg.ep), moe_parallel_config=experts, world_size=world)
-    setup = DistributedSetup.build(fsdp, activation_checkpointing=cfg.checkpoint_activations, **parallel)
-    how = dict(torch_dtype=torch.float32, attn_implementation="sdpa", use_liger_kernel=False, distributed_setup=setup)
+    parallel = dict(
+        parallelism_sizes=ParallelismSizes(ep_size=cfg.ep),
+        moe_parallel_config=experts,
+        world_size=world,
+    )
+    setup = DistributedSetup.build(
+        fsdp, activation_checkpointing=cfg.checkpoint_activations, **parallel
+    )
+    how = dict(
+        torch_dtype=torch.float32,
+        attn_implementation="sdpa",
+        use_liger_kernel=False,
+        distributed_setup=setup,
+    )
     how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
     if experts_of(AutoConfig.from_pretrained(path or cfg.model)):
         # else a rank-local balance gradient
         how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
         if device == "cpu":
-            exact = dict(attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32")
-            how["backend"] = BackendConfig(linear="torch", experts="torch", dispatcher="torch", **exact)
+            exact = dict(
+                attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32"
+            )
+            how["backend"] = BackendConfig(
+                linear="torch", experts="torch", dispatcher="torch", **exact
+            )
     with cuda_means_cpu() if device == "cpu" else contextlib.nullcontext():
         model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
-    if world == 1 and (bf16 or offload):  # AutoModel shards nothing on one rank, and so would neither cast nor move
+    if world == 1 and (
+        bf16 or offload
+    ):  # AutoModel shards nothing on one rank, and so would neither cast nor move
         model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
         mesh = dist.init_device_mesh(device, (1,), mesh_dim_names=("dp",))  # export needs a name
         for part in [*model.model.layers.children(), model]:
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    for buffer in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
+    for (
+        buffer
+    ) in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
         buffer.data = buffer.to(device)
     return model, setup.mesh_context
 
@@ -447,7 +667,9 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None):
         for kind in (torch.optim.AdamW, torch.optim.Muon):
             if groups := [g for g in self.param_groups if g["muon"] == (kind is torch.optim.Muon)]:
-                part = kind(groups)  # made at each step, on the same groups and state, since loading replaces both
+                part = kind(
+                    groups
+                )  # made at each step, on the same groups and state, since loading replaces both
                 part.state = self.state
                 part.step()
 
@@ -457,17 +679,28 @@ def build_optimizer(cfg: Config, model, lr: float = 0.0):
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            muon = cfg.optimizer == "muon" and p.ndim == 2 and ".layers." in name  # no embedding and no head
+            muon = (
+                cfg.optimizer == "muon" and p.ndim == 2 and ".layers." in name
+            )  # no embedding and no head
             groups.setdefault((str(getattr(p, "device_mesh", None)), muon), []).append(p)
     groups = [{"params": g, "muon": muon} for (_, muon), g in groups.items()]
-    settings = dict(lr=lr or cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
+    settings = dict(
+        lr=lr or cfg.lr,
+        betas=cfg.betas,
+        weight_decay=cfg.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
     optimizer = Optimizer(groups, settings)
 
     def scale(step: int) -> float:
         if step < cfg.warmup:
             return (step + 1) / cfg.warmup
         done = min(1.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup))
-        return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.schedule]
+        return {
+            "constant": 1.0,
+            "linear": 1.0 - done,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        }[cfg.schedule]
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
 
@@ -485,13 +718,19 @@ class Learner:
 def build_policy(cfg: Config, device: str) -> Learner:
     model, mesh = build_model(cfg, device)
     head = Head(model.get_output_embeddings(), entropy_gradient=cfg.entropy_coef != 0)
-    return Learner(Replay(model, cfg.temperature, head, cfg.balance_coef != 0), mesh, *build_optimizer(cfg, model))
+    return Learner(
+        Replay(model, cfg.temperature, head, cfg.balance_coef != 0),
+        mesh,
+        *build_optimizer(cfg, model),
+    )
 
 
 def build_critic(cfg: Config, device: str) -> Learner:
     """The critic of gae: --critic_model with a scalar head in its lm_head's place."""
     model, mesh = build_model(cfg, device, cfg.critic_model)
-    return Learner(Replay(model, 1.0, ValueHead(model)), mesh, *build_optimizer(cfg, model, cfg.critic_lr))
+    return Learner(
+        Replay(model, 1.0, ValueHead(model)), mesh, *build_optimizer(cfg, model, cfg.critic_lr)
+    )
 
 
 def build_reference(cfg: Config, device: str) -> Replay:
@@ -504,10 +743,14 @@ def clip_gradients(cfg: Config, replay: Replay, mesh) -> float:
     from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
     world = torch.distributed.get_world_size()
-    for p in replay.head.parameters() if isinstance(replay.head, ValueHead) else ():  # FSDP does not know it
+    for p in (
+        replay.head.parameters() if isinstance(replay.head, ValueHead) else ()
+    ):  # FSDP does not know it
         dist.all_reduce(p.grad)
         p.grad /= world
-    where = dict(device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh, ep_axis_name="ep", dp_group_size=world)
+    where = dict(
+        device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh, ep_axis_name="ep", dp_group_size=world
+    )
     return float(scale_grads_and_clip_grad_norm(cfg.max_grad_norm, [replay.model], **where))
 
 
@@ -524,8 +767,14 @@ def training_state(learners: dict) -> dict:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     options = StateDictOptions(ignore_frozen_params=True)
-    states = {name: get_state_dict(x.replay.model, x.optimizer, options=options) for name, x in learners.items()}
-    return {name: dict(model_state_dict=weights, optim_state_dict=m) for name, (weights, m) in states.items()}
+    states = {
+        name: get_state_dict(x.replay.model, x.optimizer, options=options)
+        for name, x in learners.items()
+    }
+    return {
+        name: dict(model_state_dict=weights, optim_state_dict=m)
+        for name, (weights, m) in states.items()
+    }
 
 
 class NotWritten(RuntimeError):
@@ -548,7 +797,9 @@ def atomic(cfg: Config, name: str, part: str = ""):
         yield temporary
     except BaseException as e:  # as dcp's is
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk has room again
-        raise NotWritten(f"--out {cfg.out}: {name} was not written, older ones are whole\n{e}") from e
+        raise NotWritten(
+            f"--out {cfg.out}: {name} was not written, older ones are whole\n{e}"
+        ) from e
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -571,8 +822,14 @@ def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, roll
         if dist.get_rank() == 0:
             schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
             ledger = {name: pool[name] for name in ("position", "ended")} if pool else {}
-            ledger |= {"finished": list(pool["groups"]), "queue": [g.id for g in pool["queue"]]} if pool else {}
-            (folder / "run.json").write_text(json.dumps(where | {"ledger": ledger, "schedulers": schedules}))
+            ledger |= (
+                {"finished": list(pool["groups"]), "queue": [g.id for g in pool["queue"]]}
+                if pool
+                else {}
+            )
+            (folder / "run.json").write_text(
+                json.dumps(where | {"ledger": ledger, "schedulers": schedules})
+            )
             torch.save(pool, folder / "rollouts.pt")
     for old in checkpoints(cfg.out)[: -cfg.keep] if dist.get_rank() == 0 else []:
         if old.name != where["best"].get("checkpoint"):
@@ -591,7 +848,10 @@ def load_checkpoint(cfg: Config, learners: dict[str, Learner]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    state, options = training_state(learners), StateDictOptions(strict=False)  # frozen weights are not in it
+    state, options = (
+        training_state(learners),
+        StateDictOptions(strict=False),
+    )  # frozen weights are not in it
     dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
     for name, x in learners.items():
         set_state_dict(x.replay.model, x.optimizer, **state[name], options=options)
@@ -625,8 +885,12 @@ def export(cfg: Config, model) -> Path:
     extra = dict(tokenizer=AutoTokenizer.from_pretrained(cfg.model), peft_config=adapters(cfg))
 
     def write(name: str, written: str, **how) -> Path:
-        how |= dict(checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model)
-        checkpointer = CheckpointingConfig(**how).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
+        how |= dict(
+            checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model
+        )
+        checkpointer = CheckpointingConfig(**how).build(
+            dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0
+        )
         with atomic(cfg, name, written) as folder:
             model.save_pretrained(str(folder), checkpointer=checkpointer, **extra)
         return Path(cfg.out) / name
@@ -649,11 +913,16 @@ class Meter(dict):
                 total, count = self.get(prefix + key, (0.0, 0.0))
                 self[prefix + key] = (total + float(value[0]), count + float(value[1]))
             else:
-                self[prefix + key] = float(np.maximum(self.get(prefix + key, -math.inf), float(value)))  # a nan wins
+                self[prefix + key] = float(
+                    np.maximum(self.get(prefix + key, -math.inf), float(value))
+                )  # a nan wins
 
     def local(self) -> dict[str, float]:
         """sum / count (the sum where count is 0), or the max."""
-        return {k: (v[0] / v[1] if v[1] else v[0]) if isinstance(v, tuple) else v for k, v in self.items()}
+        return {
+            k: (v[0] / v[1] if v[1] else v[0]) if isinstance(v, tuple) else v
+            for k, v in self.items()
+        }
 
     def reduce(self, group) -> dict[str, float]:
         """`local` over all ranks, whatever keys each has, in one collective."""
@@ -702,28 +971,44 @@ class Log:
     def __init__(self, cfg: Config, console: Console, step: int):
         self.console, self.shown_error, self.wandb = console, False, None
         path = Path(cfg.out) / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # a full disk may have cut the last one
-        kept = [line for line in lines if json.loads(line)["step"] <= step]  # later ones will be run again
+        lines = (
+            path.read_text().split("\n")[:-1] if path.exists() else []
+        )  # a full disk may have cut the last one
+        kept = [
+            line for line in lines if json.loads(line)["step"] <= step
+        ]  # later ones will be run again
         path.write_text("".join(line + "\n" for line in kept))
         self.file = path.open("a", buffering=1)
         (Path(cfg.out) / "config.json").write_text(json.dumps(vars(cfg), indent=1))
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.bar = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self.task = self.bar.add_task("steps", total=cfg.steps, completed=step)
         self.bar.start()
         if cfg.wandb:
             import wandb
 
             mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-            quiet = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True)
-            self.wandb = wandb.init(project=cfg.wandb, dir=cfg.out, mode=mode, config=vars(cfg), settings=quiet)
+            quiet = wandb.Settings(
+                console="off", disable_git=True, save_code=False, x_disable_stats=True
+            )
+            self.wandb = wandb.init(
+                project=cfg.wandb, dir=cfg.out, mode=mode, config=vars(cfg), settings=quiet
+            )
 
     def write(self, m: dict[str, float]) -> None:
         self.file.write(json.dumps(m) + "\n")
         self.bar.update(self.task, completed=m["step"])
-        shown = "  ".join(f"{label} {m[key]:{form}}" for label, (key, form) in SHOWN.items() if key in m)
-        spent = ", ".join(f"{k} {m['time/' + k]:.1f}" for k in ("generate", "train", "refit") if "time/" + k in m)
-        line = f"step {m['step']:4d}  {shown}" + (f"  {m['time/step']:.1f} s ({spent})" if spent else "")
+        shown = "  ".join(
+            f"{label} {m[key]:{form}}" for label, (key, form) in SHOWN.items() if key in m
+        )
+        spent = ", ".join(
+            f"{k} {m['time/' + k]:.1f}" for k in ("generate", "train", "refit") if "time/" + k in m
+        )
+        line = f"step {m['step']:4d}  {shown}" + (
+            f"  {m['time/step']:.1f} s ({spent})" if spent else ""
+        )
         self.console.print(line, highlight=False, soft_wrap=True)
         if self.wandb:
             self.wandb.log(m, step=m["step"])
@@ -739,7 +1024,10 @@ def bounds(cfg: Config) -> dict[str, float]:
     """The metrics that are bounded: in bfloat16 single tokens differ by much, so the mean and k3 are instead of the max."""
     if cfg.dtype == "float32":
         return {"gap/on_version_max": cfg.max_gap or 1e-4}
-    return {"gap/on_version_mean": cfg.max_gap or 0.02, "gap/on_version_k3": (cfg.max_gap or 0.02) / 20}
+    return {
+        "gap/on_version_mean": cfg.max_gap or 0.02,
+        "gap/on_version_k3": (cfg.max_gap or 0.02) / 20,
+    }
 
 
 SIGNS = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}  # a nan passes none
@@ -748,10 +1036,15 @@ SIGNS = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}  # a nan passes
 def gates(cfg: Config, m: dict[str, float]) -> list[tuple]:
     """What scored rows have to show: (invariant, metric, its value, sign, limit, what is wrong where that does not hold)."""
     apart = "--max_gap allows no more: trainer and engine do not compute the same log-probs from the same weights"
-    found = [("policy version", name, m[name], "<=", limit, apart) for name, limit in bounds(cfg).items()]
+    found = [
+        ("policy version", name, m[name], "<=", limit, apart) for name, limit in bounds(cfg).items()
+    ]
     if cfg.replay_experts:
         share, agreed = m["experts/missing"] / max(1.0, m["tokens/sampled"]), m["experts/agreement"]
-        lost, other = "so many of the tokens have no expert row", "the trainer's gates choose other experts"
+        lost, other = (
+            "so many of the tokens have no expert row",
+            "the trainer's gates choose other experts",
+        )
         found.append(("forward consistency", "experts/missing", share, "<=", 0.01, lost))
         found.append(("forward consistency", "experts/agreement", agreed, ">=", 0.98, other))
     return found
@@ -764,7 +1057,9 @@ def check_gates(cfg: Config, m: dict[str, float]) -> None:
     found.append(("policy version", "lag/max", m["lag/max"], "<=", cfg.max_lag, old))
     for invariant, metric, value, sign, limit, wrong in found + gates(cfg, m):
         if not SIGNS[sign](value, limit):
-            raise InvariantError(f"{invariant}: {metric} is {value:.3g}, not {sign} {limit:.3g}: {wrong}")
+            raise InvariantError(
+                f"{invariant}: {metric} is {value:.3g}, not {sign} {limit:.3g}: {wrong}"
+            )
 
 
 # ---- the steps of an update
@@ -775,25 +1070,41 @@ def observe(replay: Replay, micro, logprobs, entropy) -> dict:
     micro.old_logprobs, on = logprobs.detach(), micro.on_version  # [B, T] both
     lags = (micro.version - micro.versions)[micro.mask]  # [N]
     newest = micro.versions.masked_fill(~micro.mask, -1).amax(1, keepdim=True)  # [B, 1]
-    mixed = (micro.mask & (micro.versions < newest)).any(1)  # [B], rows that more than one version sampled
+    mixed = (micro.mask & (micro.versions < newest)).any(
+        1
+    )  # [B], rows that more than one version sampled
     found = {"loss/entropy": (entropy.sum(), micro.mask.sum()), "lag/mean": (lags.sum(), len(lags))}
     found |= {"lag/max": lags.max() if len(lags) else 0, "lag/mixed_rollouts": (mixed.sum(), 0)}
     for name, where in (("gap/on_version_", on), ("gap/off_version_", micro.mask & ~on)):
-        found |= {name + k: v for k, v in loss.gap(micro.old_logprobs, micro.behaviour_logprobs, where).items()}
+        found |= {
+            name + k: v
+            for k, v in loss.gap(micro.old_logprobs, micro.behaviour_logprobs, where).items()
+        }
     return found | replay.expert_metrics(micro)
 
 
-def verify(cfg: Config, micros: list, segments: list, version: int, device: str, meter: Meter) -> None:
+def verify(
+    cfg: Config, micros: list, segments: list, version: int, device: str, meter: Meter
+) -> None:
     """Check the identity of packed micro-batches, that no reply has more tokens than it may and that no token is of the future,
     then move them to the device. version: the trainer's."""
     longest = max((end - start for s in segments for start, end, _ in s.replies), default=0)
     meter.add({"tokens/reply_max": longest})
     if longest > cfg.max_tokens and cfg.estimator != "sft":
-        raise InvariantError(f"token identity: a reply has {longest} tokens, --max_tokens allows {cfg.max_tokens}")
+        raise InvariantError(
+            f"token identity: a reply has {longest} tokens, --max_tokens allows {cfg.max_tokens}"
+        )
     for micro in micros:
-        meter.add({"tokens/digest_mismatch": (0.0, 0), "tokens/sampled": (check_identity(micro, segments), 0)})
+        meter.add(
+            {
+                "tokens/digest_mismatch": (0.0, 0),
+                "tokens/sampled": (check_identity(micro, segments), 0),
+            }
+        )
         if (newest := int(micro.versions.max())) > version:
-            raise InvariantError(f"policy version: a token is stamped {newest}, the trainer is at version {version}")
+            raise InvariantError(
+                f"policy version: a token is stamped {newest}, the trainer is at version {version}"
+            )
         micro.to(device).version = version
 
 
@@ -851,7 +1162,9 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
         rollouts.rewards = rollouts.rewards + penalty
         meter.add({"reward/overlong": (penalty.sum(), len(penalty))})
     if cfg.estimator == "gdpo" and not names:
-        raise BadInput("--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else")
+        raise BadInput(
+            "--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else"
+        )
     if cfg.kl_loss:  # then it is no part of the reward
         cfg = replace(cfg, kl_coef=0.0)
     advantages, metrics = ESTIMATORS[cfg.estimator](rollouts, cfg)
@@ -859,7 +1172,9 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
     found = {"advantages": advantages}
     if rollouts.values is not None:
         found["targets"] = estimator.value_targets(rollouts, cfg)
-        meter.add({"value/explained_variance": estimator.explained_variance(rollouts, found["targets"])})
+        meter.add(
+            {"value/explained_variance": estimator.explained_variance(rollouts, found["targets"])}
+        )
     for name, whole in found.items():
         for micro, rows in zip(micros, whole.split([len(m.mask) for m in micros])):
             setattr(micro, name, rows[:, : micro.mask.shape[1]].to(micro.mask.device))
@@ -868,7 +1183,9 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
 def weigh(cfg: Config, micro) -> dict:
     """Fill in the weights of the correction of the mismatch between trainer and engine."""
     bands = cfg.is_level, cfg.is_mode, cfg.is_band, cfg.loss in SEQUENCE_LOSSES
-    micro.weights, metrics = loss.correction(micro.old_logprobs, micro.behaviour_logprobs, micro.mask, *bands)
+    micro.weights, metrics = loss.correction(
+        micro.old_logprobs, micro.behaviour_logprobs, micro.mask, *bands
+    )
     return metrics
 
 
@@ -877,13 +1194,19 @@ def check_mass(m: dict[str, float]) -> None:
     for name in ("loss/mass", "loss/critic_mass"):
         if name in m and not abs(m[name] - 1) <= 1e-6:
             mass = f"the tokens of an optimizer step over its denominator add up to {m[name]:.6g} ({name})"
-            raise InvariantError(f"loss denominator: {mass}: the denominator was local to a rank or a micro-batch")
+            raise InvariantError(
+                f"loss denominator: {mass}: the denominator was local to a rank or a micro-batch"
+            )
 
 
 def one_forward(cfg: Config) -> bool:
     """Whether the forward of the update can also give the old log-probs, since its ratio is 1 and nothing needs them before."""
     once = cfg.epochs == cfg.minibatches == 1 and cfg.is_denominator == "all"
-    return cfg.estimator == "sft" or once and not (cfg.ref_model or cfg.critic_model or cfg.balance_coef)
+    return (
+        cfg.estimator == "sft"
+        or once
+        and not (cfg.ref_model or cfg.critic_model or cfg.balance_coef)
+    )
 
 
 def policy_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, dict]:
@@ -893,7 +1216,9 @@ def policy_objective(cfg: Config, replay: Replay, micro) -> tuple[torch.Tensor, 
     if micro.old_logprobs is None:
         metrics = observe(replay, micro, logprobs, entropy.detach()) | weigh(cfg, micro)
     old = micro.behaviour_logprobs if cfg.old == "behaviour" else micro.old_logprobs
-    losses, seen = LOSSES[cfg.loss](logprobs, old, micro.advantages, micro.mask, cfg, micro.behaviour_logprobs)
+    losses, seen = LOSSES[cfg.loss](
+        logprobs, old, micro.advantages, micro.mask, cfg, micro.behaviour_logprobs
+    )
     metrics |= seen
     if cfg.kl_loss:
         kl, seen = loss.kl_loss(logprobs, micro.ref_logprobs, micro.mask, cfg.kl_type)
@@ -914,7 +1239,11 @@ def shares(cfg: Config, batch: dict, part: list) -> tuple[torch.Tensor, torch.Te
     rank: over all ranks and micro-batches, known before the first backward. Divisor 0: there is nothing to learn from."""
     counts = torch.zeros(len(batch["rollouts"]), dtype=torch.int64)  # [R]
     for micro in part:
-        counts.index_add_(0, micro.rollout.cpu(), loss.counted(micro.weights, micro.mask, cfg.is_denominator).cpu())
+        counts.index_add_(
+            0,
+            micro.rollout.cpu(),
+            loss.counted(micro.weights, micro.mask, cfg.is_denominator).cpu(),
+        )
     dist.all_reduce(counts)
     if cfg.loss_agg == "seq_mean":
         share, rollouts = loss.seq_mean(counts)
@@ -929,17 +1258,35 @@ def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
     but the first it is the load of the policy that the update began with; the probabilities are those of now.
     """
     shape, tokens = (*micro.mask.shape, -1), load.sum(1).tolist()
-    probs = [F.normalize(r.seen[1].float(), 1.0, -1).view(shape) for r in replay.routers]  # [B, T, E] each
-    return torch.stack([loss.balance_loss(p, micro.real, n, t) for p, n, t in zip(probs, load, tokens)]).mean()
+    probs = [
+        F.normalize(r.seen[1].float(), 1.0, -1).view(shape) for r in replay.routers
+    ]  # [B, T, E] each
+    return torch.stack(
+        [loss.balance_loss(p, micro.real, n, t) for p, n, t in zip(probs, load, tokens)]
+    ).mean()
 
 
-def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, meter: Meter, name="", gate=None) -> int:
+def learn(
+    cfg: Config,
+    learner: Learner,
+    batch: dict,
+    parts: list,
+    objective,
+    meter: Meter,
+    name="",
+    gate=None,
+) -> int:
     """All optimizer steps of the policy or the critic on one batch; returns how many were taken.
 
     parts: micro-batches of each minibatch; objective: (cfg, replay, micro) -> losses [B, T], metrics; name: "" or "critic_";
     gate: called before each optimizer step, to stop the run.
     """
-    world, replay, taken, title = dist.get_world_size(), learner.replay, 0, f"loss/{name or 'policy'}".rstrip("_")
+    world, replay, taken, title = (
+        dist.get_world_size(),
+        learner.replay,
+        0,
+        f"loss/{name or 'policy'}".rstrip("_"),
+    )
     for part, size in list(zip(parts, batch["sizes"])) * cfg.epochs:
         share, total = shares(cfg, batch, part)
         if total == 0:  # nothing to learn from, on any rank
@@ -953,12 +1300,17 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, me
             with replay.experts(micro, compared):  # open through backward
                 losses, metrics = objective(cfg, replay, micro)
                 each = share.to(losses)[micro.rollout]  # [B]
-                own, extra = loss.aggregate(losses, micro.weights * each[:, None], micro.mask, denominator), 0.0
+                own, extra = (
+                    loss.aggregate(losses, micro.weights * each[:, None], micro.mask, denominator),
+                    0.0,
+                )
                 if replay.watched:
                     extra = balance(replay, micro, load)
                     metrics = metrics | {"loss/balance": (extra.detach(), 1 / world / len(part))}
                 ((own + cfg.balance_coef * extra) * world).backward()  # FSDP averages over ranks
-            mass = (loss.counted(micro.weights, micro.mask, cfg.is_denominator) * each.double()).sum() / float(total)
+            mass = (
+                loss.counted(micro.weights, micro.mask, cfg.is_denominator) * each.double()
+            ).sum() / float(total)
             meter.add(metrics | {title: (own.detach(), 0), f"loss/{name}mass": (mass, 0)})
         meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
         if gate:
@@ -968,7 +1320,12 @@ def learn(cfg: Config, learner: Learner, batch: dict, parts: list, objective, me
             learner.optimizer.step()
         learner.optimizer.zero_grad()
         taken += finite
-        meter.add({f"optim/{name}skipped": (not finite, 0), f"optim/{name}grad_norm": norm if finite else 0.0})
+        meter.add(
+            {
+                f"optim/{name}skipped": (not finite, 0),
+                f"optim/{name}grad_norm": norm if finite else 0.0,
+            }
+        )
     return taken
 
 
@@ -981,8 +1338,16 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
     meter, sampled = Meter(), np.arange(len(ids)) > 0
     for logprobs, experts, engine_version in scores:
         if engine_version != version:
-            raise InvariantError(f"policy version: an engine stamps {engine_version} after the refit to {version}")
-        row = Segment(np.asarray(ids, np.int32), sampled, np.r_[0, logprobs], np.where(sampled, version, -1), experts)
+            raise InvariantError(
+                f"policy version: an engine stamps {engine_version} after the refit to {version}"
+            )
+        row = Segment(
+            np.asarray(ids, np.int32),
+            sampled,
+            np.r_[0, logprobs],
+            np.where(sampled, version, -1),
+            experts,
+        )
         row.experts_ok = None if experts is None else ~np.zeros(len(ids), bool)
         micro = pack([row], [0]).to(compute_device(replay.model))
         micro.version = version
@@ -990,7 +1355,9 @@ def probe(cfg: Config, replay: Replay, scores: list, ids: list[int], version: in
     for name, limit in bounds(cfg).items():
         if not (value := meter.local()[name]) <= limit:
             found = f"the probe's {name} is {value:.3g} at version {version}, --max_gap allows {limit:.3g}"
-            raise InvariantError(f"refit: {found}: the engines do not have the trainer's weights; they stay closed")
+            raise InvariantError(
+                f"refit: {found}: the engines do not have the trainer's weights; they stay closed"
+            )
     return meter
 
 
@@ -1009,16 +1376,28 @@ def sample_trial(cfg: Config, engines: list, ids: list[int]) -> list[Segment]:
 def batch_metrics(batch: dict) -> dict[str, float]:
     """What rank 0 knows of a batch without its rows."""
     rollouts, rows = batch["rollouts"], batch["rows"]
-    rewards, groups = np.array([r["result"].reward for r in rollouts]), np.array([r["group"] for r in rollouts])
+    rewards, groups = (
+        np.array([r["result"].reward for r in rollouts]),
+        np.array([r["group"] for r in rollouts]),
+    )
     trained, played = sum(r["trained"] for r in rows), Meter()
     for r in rollouts:
         result, replies = r["result"], r["replies"]
-        played.add({"rollouts/truncated": (result.truncated, 0), "rollouts/retokenised": (r["other_ids"], replies)})
+        played.add(
+            {
+                "rollouts/truncated": (result.truncated, 0),
+                "rollouts/retokenised": (r["other_ids"], replies),
+            }
+        )
         played.add({"rollouts/turns": (replies, 1), "rollouts/seconds_max": r["seconds"]})
         played.add({name: (value, 1) for name, value in result.info.items()}, "info/")
         played.add({name: (value, 1) for name, value in result.rewards.items()}, "reward/")
     equal = [np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)]
-    found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "reward/groups_equal": np.mean(equal)}
+    found = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/groups_equal": np.mean(equal),
+    }
     found = {name: float(value) for name, value in found.items()} | {"segments/count": len(rows)}
     found |= {"tokens/trained": trained, "tokens/context": sum(r["tokens"] for r in rows) - trained}
     return found | batch["counts"] | played.local()
@@ -1039,7 +1418,14 @@ def show(console, chat, segment) -> None:
 def verdict(cfg: Config, console, m: dict[str, float]) -> None:
     """The start-up table: each invariant, its number, its threshold."""
     identity = "token identity", "digests that differ", m["tokens/digest_mismatch"], "<=", 0.0, ""
-    refit = "refit", "probe gap, first refit", m["refit/probe_gap"], "<=", max(bounds(cfg).values()), ""
+    refit = (
+        "refit",
+        "probe gap, first refit",
+        m["refit/probe_gap"],
+        "<=",
+        max(bounds(cfg).values()),
+        "",
+    )
     table = Table("invariant", "measured", "value", "threshold", "verdict")
     for invariant, metric, value, sign, limit, _ in [identity, *gates(cfg, m), refit]:
         word = Text("PASS", "green") if SIGNS[sign](value, limit) else Text("FAIL", "red")
@@ -1083,9 +1469,17 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     rank, clock = int(os.environ["RANK"]), Clock()
     engines, rollouts, address, scratch = [], None, None, ""
     if rank == 0:  # the engines load while this process imports and builds its model
-        scratch = tempfile.tempdir = tempfile.mkdtemp(prefix="instar-", dir="/tmp")  # a short name, for Ray's sockets
-        pool = torch.load(checkpoints(cfg.out)[-1] / "rollouts.pt", weights_only=False) if cfg.resume else None
-        engines, rollouts, address = launch(cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch)
+        scratch = tempfile.tempdir = tempfile.mkdtemp(
+            prefix="instar-", dir="/tmp"
+        )  # a short name, for Ray's sockets
+        pool = (
+            torch.load(checkpoints(cfg.out)[-1] / "rollouts.pt", weights_only=False)
+            if cfg.resume
+            else None
+        )
+        engines, rollouts, address = launch(
+            cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch
+        )
 
     from transformers import AutoTokenizer
 
@@ -1105,8 +1499,13 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     if cfg.resume:
         load_checkpoint(cfg, learners)
     # no markup: a traceback, or the name of a data source, may look like some
-    chat, console = Chat(AutoTokenizer.from_pretrained(cfg.model)), Console(quiet=rank > 0, markup=False)
-    r = Run(cfg, device, control, clock, console, learners, reference, chat, rollouts, engines, scratch)
+    chat, console = (
+        Chat(AutoTokenizer.from_pretrained(cfg.model)),
+        Console(quiet=rank > 0, markup=False),
+    )
+    r = Run(
+        cfg, device, control, clock, console, learners, reference, chat, rollouts, engines, scratch
+    )
     clock.mark("time/start_trainer")
     if cfg.estimator != "sft" and not cfg.train_from:
         host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
@@ -1121,7 +1520,9 @@ def listen(r: Run) -> None:
     """From here on the first SIGINT or SIGTERM ends the run after the step at hand; another one, a second later, at once."""
 
     def stop(*_) -> None:
-        if r.stopped and time.monotonic() - r.stopped > 1:  # torchrun passes on what the terminal has sent to all
+        if (
+            r.stopped and time.monotonic() - r.stopped > 1
+        ):  # torchrun passes on what the terminal has sent to all
             raise KeyboardInterrupt
         r.stopped = r.stopped or time.monotonic()
         r.console.print("stopping: the step at hand ends, then a checkpoint is written")
@@ -1147,7 +1548,10 @@ def awaited(r: Run, version: int, method: str, *args):
     for _ in range(DEATHS):
         if (found := from_rank_0(r.control, watch(r, call) if call else None)) != "engine":
             return found
-        r.console.print(f"an engine has died and come back: all get the weights of version {version}", style="red")
+        r.console.print(
+            f"an engine has died and come back: all get the weights of version {version}",
+            style="red",
+        )
         molt(r, version)
     raise RuntimeError(f"engines have died {DEATHS} times while one batch was played")
 
@@ -1165,7 +1569,9 @@ def molt(r: Run, version: int) -> dict:
             metrics = r.refit(version)
             scores = ask(r.engines, r.cfg.engine_timeout, "score", r.probe)
         except EngineLeft as e:  # on rank 0; the others have sent all there was to send
-            r.console.print(f"a refit begins anew (--refit_timeout {r.cfg.refit_timeout}): {e}", style="red")
+            r.console.print(
+                f"a refit begins anew (--refit_timeout {r.cfg.refit_timeout}): {e}", style="red"
+            )
         scores = from_rank_0(r.control, scores)
     seen = probe(r.cfg, r.learners["policy"].replay, scores, r.probe, version)
     with contextlib.suppress(EngineLeft):  # whoever waits for a batch will see
@@ -1181,7 +1587,10 @@ def prove(r: Run, version: int) -> None:
     """
     metrics = molt(r, version)
     if r.refit:
-        trial, meter = from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)), Meter(r.seen)
+        trial, meter = (
+            from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)),
+            Meter(r.seen),
+        )
         micro = pack(trial, list(range(len(trial))))
         verify(r.cfg, [micro], trial, version, r.device, meter)
         score(r.learners["policy"].replay, [micro], meter)
@@ -1204,7 +1613,9 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     if (outs := awaited(r, version, "evaluate", rows)) == "stop":
         return found
     if (seen := set().union(*(out["versions"] for out in outs))) - {version}:
-        raise InvariantError(f"policy version: an evaluation of version {version} has tokens of {sorted(seen)}")
+        raise InvariantError(
+            f"policy version: an evaluation of version {version} has tokens of {sorted(seen)}"
+        )
     rewards, sources = [[] for _ in rows], [str(row.get("data_source") or "") for row in rows]
     for out in outs:
         rewards[out["row"]].append(0.0 if out["error"] else out["reward"])
@@ -1214,10 +1625,16 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
         solved = [sum(x >= cfg.eval_solved for x in xs) for xs in own]
         found[name + "reward"] = float(np.mean(own))
         for k in (2**i for i in range(n.bit_length())):
-            found[f"{name}pass@{k}"] = float(np.mean([estimator.pass_at_k(n, c, k) for c in solved]))
+            found[f"{name}pass@{k}"] = float(
+                np.mean([estimator.pass_at_k(n, c, k) for c in solved])
+            )
     found["eval/failed"] = sum(bool(out["error"]) for out in outs)
     if found["eval/pass@1"] > best.get("score", -1.0):
-        best |= {"checkpoint": f"checkpoint-{step:06d}", "version": version, "score": found["eval/pass@1"]}
+        best |= {
+            "checkpoint": f"checkpoint-{step:06d}",
+            "version": version,
+            "score": found["eval/pass@1"],
+        }
     scores = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in found.items())
     r.console.print(f"eval of version {version}: {scores}", highlight=False, soft_wrap=True)
     return found
@@ -1228,8 +1645,13 @@ def fetch(r: Run, batch: dict, version: int, meter: Meter) -> tuple[list, list]:
     parts = [p[dist.get_rank()] for p in batch["plan"]]
     mine = [i for part in parts for micro in part for i in micro]
     segments = ray.get(r.rollouts.fetch.remote([batch["rows"][i]["id"] for i in mine]))
-    place, owners = {row: at for at, row in enumerate(mine)}, [batch["rows"][i]["rollout"] for i in mine]
-    parts = [[pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts]
+    place, owners = (
+        {row: at for at, row in enumerate(mine)},
+        [batch["rows"][i]["rollout"] for i in mine],
+    )
+    parts = [
+        [pack(segments, [place[i] for i in micro], owners) for micro in part] for part in parts
+    ]
     verify(r.cfg, [micro for part in parts for micro in part], segments, version, r.device, meter)
     return parts, segments
 
@@ -1257,9 +1679,25 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
             micro.values = critic.replay.forward(micro)[0] if critic else None
     credit(cfg, batch, micros, meter)
     if critic:
-        learn(replace(cfg, loss_agg="token_mean"), critic, batch, parts, value_objective, meter, "critic_")
+        learn(
+            replace(cfg, loss_agg="token_mean"),
+            critic,
+            batch,
+            parts,
+            value_objective,
+            meter,
+            "critic_",
+        )
     if warm:
-        taken = learn(cfg, policy, batch, parts, policy_objective, meter, gate=gate if one_forward(cfg) else None)
+        taken = learn(
+            cfg,
+            policy,
+            batch,
+            parts,
+            policy_objective,
+            meter,
+            gate=gate if one_forward(cfg) else None,
+        )
     for learner in r.learners.values():
         learner.scheduler.step()
     return taken
@@ -1273,10 +1711,26 @@ def times(r: Run, tokens: int) -> dict[str, float]:
     spans, busy, cuda = r.clock.take(), [], r.device == "cuda"
     with contextlib.suppress(EngineLeft):  # then nobody knows how long they worked
         busy = ask(r.engines, r.cfg.engine_timeout, "take_busy")
-    step, idle, work = sum(spans.values()), spans.get("time/generate", 0.0), float(np.mean(busy or [0.0]))
-    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    found = {"time/step": step, "time/trainer_idle": idle, "time/engine_idle": step - work, "memory/peak_gb": peak}
-    found |= {"perf/tokens_per_second": tokens / step, "perf/overlap": max(work, spans.get("time/train", 0.0)) / step}
+    step, idle, work = (
+        sum(spans.values()),
+        spans.get("time/generate", 0.0),
+        float(np.mean(busy or [0.0])),
+    )
+    peak = (
+        torch.cuda.max_memory_allocated() / 1e9
+        if cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    )
+    found = {
+        "time/step": step,
+        "time/trainer_idle": idle,
+        "time/engine_idle": step - work,
+        "memory/peak_gb": peak,
+    }
+    found |= {
+        "perf/tokens_per_second": tokens / step,
+        "perf/overlap": max(work, spans.get("time/train", 0.0)) / step,
+    }
     return spans | found
 
 
@@ -1291,7 +1745,9 @@ def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: lis
         show(r.console, r.chat, segments[0])
     if batch["first_error"] and not log.shown_error:
         log.shown_error = True
-        r.console.print(f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red")
+        r.console.print(
+            f"a rollout failed; the first traceback:\n{batch['first_error']}", style="red"
+        )
 
 
 def run(cfg: Config, rows: list[dict] | None) -> None:
@@ -1329,10 +1785,14 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             check_mass(learnt)
         except InvariantError as e:
             kept = ray.get(r.rollouts.save.remote(f"stopped-{step + 1}"))
-            raise InvariantError(f"{e}\nThe batch is in {kept}; --train_from its folder runs it again") from e
+            raise InvariantError(
+                f"{e}\nThe batch is in {kept}; --train_from its folder runs it again"
+            ) from e
         if cfg.kl_target:
             rollouts = len(batch["rollouts"])
-            cfg.kl_coef = loss.adapt_kl(cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts)
+            cfg.kl_coef = loss.adapt_kl(
+                cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts
+            )
         r.clock.mark("time/train")
 
         refit_metrics = molt(r, version)
@@ -1345,10 +1805,17 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         if evaluated := cfg.eval_every and (step + 1) % cfg.eval_every == 0:
             metrics |= evaluate(r, version, step + 1, best)
             r.clock.mark("time/eval")
-        if rank == 0:  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
+        if (
+            rank == 0
+        ):  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tell(r, log, metrics, batch, segments)
         where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
-        if evaluated and best.get("version") == version or cfg.save_every and (step + 1) % cfg.save_every == 0:
+        if (
+            evaluated
+            and best.get("version") == version
+            or cfg.save_every
+            and (step + 1) % cfg.save_every == 0
+        ):
             save_checkpoint(cfg, r.learners, where, r.rollouts)
             saved = step + 1
             r.clock.mark("time/save")
@@ -1358,7 +1825,9 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
     if not cfg.eval_only and saved != where["step"]:
         save_checkpoint(cfg, r.learners, where, r.rollouts)
     if not cfg.eval_only and batch != "stop":
-        r.console.print(f"checkpoint and model are in {cfg.out}; the model alone is {export(cfg, policy.replay.model)}")
+        r.console.print(
+            f"checkpoint and model are in {cfg.out}; the model alone is {export(cfg, policy.replay.model)}"
+        )
     dist.barrier()
     dist.destroy_process_group()
     ray.shutdown()
@@ -1372,8 +1841,14 @@ ENDS = {  # what ends a run before its time: the exit code, and what is said; th
     BadInput: (2, "{cause}"),
     InvariantError: (3, "an invariant failed. {e}"),
     NotWritten: (1, "{e}"),
-    ray.exceptions.RayError: (1, "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}"),
-    KeyboardInterrupt: (1, "stopped by a signal; if there is a checkpoint, --resume --out {out} goes on from it"),
+    ray.exceptions.RayError: (
+        1,
+        "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}",
+    ),
+    KeyboardInterrupt: (
+        1,
+        "stopped by a signal; if there is a checkpoint, --resume --out {out} goes on from it",
+    ),
 }
 
 
@@ -1385,7 +1860,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = parse(argv, rank)
         validate(cfg, int(os.environ["WORLD_SIZE"]))
-        if "PYTHONWARNINGS" not in os.environ:  # libraries warn about much that is meant to be so; set it to see all
+        if (
+            "PYTHONWARNINGS" not in os.environ
+        ):  # libraries warn about much that is meant to be so; set it to see all
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
         rows = check_inputs(cfg) if rank == 0 else None
@@ -1398,7 +1875,10 @@ def main(argv: list[str] | None = None) -> int:
     except tuple(ENDS) as e:
         code, told = next(end for kind, end in ENDS.items() if isinstance(e, kind))
         logs = f"{'/tmp/ray' if cfg.ray_address else tempfile.gettempdir()}/session_latest/logs"
-        print("instar: " + told.format(e=e, cause=getattr(e, "cause", e), logs=logs, out=cfg.out), file=sys.stderr)
+        print(
+            "instar: " + told.format(e=e, cause=getattr(e, "cause", e), logs=logs, out=cfg.out),
+            file=sys.stderr,
+        )
         return code
     finally:
         ray.shutdown()

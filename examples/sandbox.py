@@ -36,10 +36,24 @@ LIMITS = {
     "processes": 128,  # not where a root without CAP_SYS_ADMIN, as some containers have, uses a user namespace
 }
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", sys.base_prefix]
-ENV = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-ENV |= {"PYTHONDONTWRITEBYTECODE": "1"}  # a file that is changed within a second would not be compiled anew
+ENV = {
+    "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+}
+ENV |= {
+    "PYTHONDONTWRITEBYTECODE": "1"
+}  # a file that is changed within a second would not be compiled anew
 DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
-MS_NOSUID, MS_BIND, MS_REC, MNT_DETACH, MOUNT_SETATTR, AT_RECURSIVE, RDONLY = 2, 4096, 16384, 2, 442, 0x8000, 1
+MS_NOSUID, MS_BIND, MS_REC, MNT_DETACH, MOUNT_SETATTR, AT_RECURSIVE, RDONLY = (
+    2,
+    4096,
+    16384,
+    2,
+    442,
+    0x8000,
+    1,
+)
 TIMED_OUT = 124  # the exit code, as of `timeout`
 
 
@@ -54,7 +68,9 @@ def unshare() -> tuple[str, ...]:
             return way
         except (OSError, subprocess.SubprocessError) as e:
             why.append(str(getattr(e, "stderr", "") or e).strip())
-    raise RuntimeError(f"no sandbox here: the kernel allows neither root nor this user to make namespaces: {why}")
+    raise RuntimeError(
+        f"no sandbox here: the kernel allows neither root nor this user to make namespaces: {why}"
+    )
 
 
 def run(command: str, folder: str, read: tuple[str, ...] = (), **limits) -> tuple[int, str]:
@@ -65,7 +81,9 @@ def run(command: str, folder: str, read: tuple[str, ...] = (), **limits) -> tupl
     """
     way, limits = unshare(), LIMITS | limits
     user = 0 if "--user" in way else 2**20 + threading.get_native_id()  # no other process has it
-    task = json.dumps([command, os.path.abspath(folder), [*SYSTEM, *map(os.path.abspath, read)], user, limits])
+    task = json.dumps(
+        [command, os.path.abspath(folder), [*SYSTEM, *map(os.path.abspath, read)], user, limits]
+    )
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     words = [*way, sys.executable, "-I", "-S", os.path.abspath(__file__), "--inside", task]
     process = subprocess.Popen(words, env=ENV, cwd="/", start_new_session=True, **pipes)
@@ -80,14 +98,19 @@ def run(command: str, folder: str, read: tuple[str, ...] = (), **limits) -> tupl
     if output[:1] != b"\0":
         raise RuntimeError(f"the sandbox could not be made:\n{output.decode(errors='replace')}")
     if len(output) > limits["output"] + 1:
-        return 128 + signal.SIGKILL, f"{text}\n[killed: more output than {limits['output']} bytes]\n"
+        return (
+            128 + signal.SIGKILL,
+            f"{text}\n[killed: more output than {limits['output']} bytes]\n",
+        )
     return code, text + f"\n[killed after {limits['seconds']} seconds]\n" * (code == TIMED_OUT)
 
 
 def inside(command: str, folder: str, read: list[str], user: int, limits: dict) -> None:
     """The first process of the namespaces: makes the file system and starts the command; with it all of them end."""
     if os.getpid() != 1:
-        raise RuntimeError("there are no namespaces: what follows would change the machine's own mounts")
+        raise RuntimeError(
+            "there are no namespaces: what follows would change the machine's own mounts"
+        )
     libc, root = ctypes.CDLL(None, use_errno=True), "/tmp"
 
     def call(name: str, *arguments) -> None:
@@ -96,7 +119,12 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
 
     folders = [path for path in read if os.path.exists(path) and not os.path.islink(path)]
     links = {path: os.readlink(path) for path in read if os.path.islink(path)}  # /bin -> usr/bin
-    links |= {"/dev/fd": "/proc/self/fd", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2", "/dev/shm": "/tmp"}
+    links |= {
+        "/dev/fd": "/proc/self/fd",
+        "/dev/stdout": "fd/1",
+        "/dev/stderr": "fd/2",
+        "/dev/shm": "/tmp",
+    }
     binds = {path: path for path in folders + DEVICES} | {folder: "/box"}
     opened = {path: os.open(path, os.O_PATH) for path in binds}  # the new root may cover them
     call("mount", "tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
@@ -112,8 +140,14 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
         call("mount", f"/proc/self/fd/{opened[path]}", root + target, 0, MS_BIND | MS_REC, 0)
     with contextlib.suppress(OSError):  # a container may forbid it; then there is no /proc
         call("mount", "proc", root + "/proc", "proc", MS_NOSUID, 0)
-    for path, flags, change in ("", AT_RECURSIVE, (RDONLY, 0)), ("/box", 0, (0, RDONLY)), ("/tmp", 0, (0, RDONLY)):
-        call("syscall", MOUNT_SETATTR, -100, root + path, flags, struct.pack("4Q", *change, 0, 0), 32)
+    for path, flags, change in (
+        ("", AT_RECURSIVE, (RDONLY, 0)),
+        ("/box", 0, (0, RDONLY)),
+        ("/tmp", 0, (0, RDONLY)),
+    ):
+        call(
+            "syscall", MOUNT_SETATTR, -100, root + path, flags, struct.pack("4Q", *change, 0, 0), 32
+        )
     os.chdir(root)
     call("pivot_root", ".", ".")
     call("umount2", ".", MNT_DETACH)
@@ -130,7 +164,12 @@ def inside(command: str, folder: str, read: list[str], user: int, limits: dict) 
             pass
         code = os.waitstatus_to_exitcode(ended[1])
         os._exit(abs(code) + 128 * (code < 0))
-    for name, limit in {"CPU": "cpu", "AS": "memory", "FSIZE": "file", "NPROC": "processes"}.items():
+    for name, limit in {
+        "CPU": "cpu",
+        "AS": "memory",
+        "FSIZE": "file",
+        "NPROC": "processes",
+    }.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limits[limit], limits[limit]))
     for capability in range(64):
         libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: none is left after the exec

@@ -14,7 +14,10 @@ import os
 import tempfile
 from pathlib import Path
 
-os.environ |= {"MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # no banner; no call home
+os.environ |= {
+    "MSWEA_SILENT_STARTUP": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}  # no banner; no call home
 os.environ["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] = (
     "1"  # LiteLLM tries again by itself; a rollout that is over stays so
 )
@@ -30,7 +33,9 @@ from agent import ChatAgent, Result, Task
 
 CONFIG = get_config_from_spec("mini.yaml")
 PROMPTS = {name: CONFIG["agent"][name] for name in ("system_template", "instance_template")}
-TEMPLATES = {name: CONFIG["model"][name] for name in ("observation_template", "format_error_template")}
+TEMPLATES = {
+    name: CONFIG["model"][name] for name in ("observation_template", "format_error_template")
+}
 
 
 class Sandbox(LocalEnvironment):
@@ -50,7 +55,10 @@ class Agent(ChatAgent):
             for name, text in task.row["files"].items():
                 (Path(folder) / name).write_text(text)
             model = LitellmModel(
-                model_name=f"openai/{task.model}", model_kwargs=where, cost_tracking="ignore_errors", **TEMPLATES
+                model_name=f"openai/{task.model}",
+                model_kwargs=where,
+                cost_tracking="ignore_errors",
+                **TEMPLATES,
             )
             agent = DefaultAgent(model, Sandbox(cwd=folder, timeout=30), step_limit=30, **PROMPTS)
             end = agent.run(task.messages[-1]["content"])

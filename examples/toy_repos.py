@@ -64,7 +64,9 @@ def to_roman(number):
     """Return a whole number from 1 to 3999 as a Roman numeral."""
     values = [1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1]
     text = ""
-    for value, sign in zip(values, ["M", "CM", "D", "CD", "C", "XC", "L", "XL", "X", "IX", "V", "IV", "I"]):
+    for value, sign in zip(
+        values, ["M", "CM", "D", "CD", "C", "XC", "L", "XL", "X", "IX", "V", "IV", "I"]
+    ):
         while number >= value:
             text += sign
             number -= value
@@ -110,7 +112,10 @@ def make(rng: random.Random, kind: str) -> dict:
     calls = [draw(rng) for _ in range(24)]
     answers = [function(*call) for call in calls]
     row = {"label": {"function": name, "calls": calls[4:], "answers": answers[4:]}}
-    shown = [f"{name}({json.dumps(call)[1:-1]}) == {answer!r}" for call, answer in zip(calls[:4], answers)]
+    shown = [
+        f"{name}({json.dumps(call)[1:-1]}) == {answer!r}"
+        for call, answer in zip(calls[:4], answers)
+    ]
     if kind == "write":
         head, doc = f"{name}{inspect.signature(function)}", inspect.getdoc(function)
         text = f"Write a file solution.py in the current folder with a Python function {head}.\n{doc}\nFor example:\n"
@@ -122,17 +127,22 @@ def make(rng: random.Random, kind: str) -> dict:
     same = [outcome(names[name], call) == answer for call, answer in zip(calls, answers)]
     if all(same[:4]) or all(same[4:]):  # the bug has to show in both tests
         return make(rng, kind)
-    test = f"from solution import {name}\n\n" + "".join(f"assert {line}, {line.split(' == ')[0]}\n" for line in shown)
-    text = (
-        f"`python3 test_solution.py` fails: solution.py has a bug. Fix it; {name} will be tested with other arguments."
+    test = f"from solution import {name}\n\n" + "".join(
+        f"assert {line}, {line.split(' == ')[0]}\n" for line in shown
     )
-    return row | {"prompt": text, "files": {"solution.py": wrong, "test_solution.py": test + 'print("ok")\n'}}
+    text = f"`python3 test_solution.py` fails: solution.py has a bug. Fix it; {name} will be tested with other arguments."
+    return row | {
+        "prompt": text,
+        "files": {"solution.py": wrong, "test_solution.py": test + 'print("ok")\n'},
+    }
 
 
 def reward(prompt: str, label: dict, output: str, folder: str) -> float:
     """1.0 where the function in the folder's solution.py answers every hidden call rightly, else 0.0."""
     program = f"import json, sys\nfrom solution import {label['function']} as f\n"
-    program += "said = json.dumps([f(*call) for call in json.loads(sys.argv[1])])\nprint()\nprint(said)"
+    program += (
+        "said = json.dumps([f(*call) for call in json.loads(sys.argv[1])])\nprint()\nprint(said)"
+    )
     command = shlex.join(["python3", "-c", program, json.dumps(label["calls"])])
     _, said = sandbox.run(command, folder, seconds=20)
     try:

@@ -35,12 +35,24 @@ class Agent(ChatAgent):
     async def run(self, task: Task) -> Result:
         env = environment(task.row["environment"], task.row["arguments"])
         client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=HTTP)
-        given = {key: task.row[key] for key in ("prompt", "answer", "info", "example_id") if key in task.row}
-        done = await env.run_rollout(given, OpenAIChatCompletionsClient(client), task.model, sampling_args={})
+        given = {
+            key: task.row[key]
+            for key in ("prompt", "answer", "info", "example_id")
+            if key in task.row
+        }
+        done = await env.run_rollout(
+            given, OpenAIChatCompletionsClient(client), task.model, sampling_args={}
+        )
         if done["error"]:
             raise RuntimeError(f"the environment {task.row['environment']} failed: {done['error']}")
-        usage = {key: value for key, value in (done.get("token_usage") or {}).items() if value is not None}
-        return Result(done["reward"], rewards=done["metrics"], info=usage, truncated=done["is_truncated"])
+        usage = {
+            key: value
+            for key, value in (done.get("token_usage") or {}).items()
+            if value is not None
+        }
+        return Result(
+            done["reward"], rewards=done["metrics"], info=usage, truncated=done["is_truncated"]
+        )
 
 
 def add(a: int, b: int) -> int:
@@ -57,8 +69,12 @@ def load_environment(problems: int = 1000) -> vf.Environment:
     rng, rows = random.Random(0), []
     for _ in range(problems):
         a, b, c = rng.choices(range(1000, 10000), k=3)
-        rows.append({"question": f"What is {a}+{b}+{c}? End with the number.", "answer": str(a + b + c)})
-    return vf.ToolEnv(tools=[add], max_turns=6, dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[correct]))
+        rows.append(
+            {"question": f"What is {a}+{b}+{c}? End with the number.", "answer": str(a + b + c)}
+        )
+    return vf.ToolEnv(
+        tools=[add], max_turns=6, dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[correct])
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ os.chdir(ROOT)
 def run(*flags: str) -> dict:
     """Default training as a user starts it."""
     out, begun = os.path.abspath(f"out/bench-{time.time_ns()}"), time.perf_counter()
-    text = subprocess.run([sys.executable, "train.py", "--out", out, *flags], capture_output=True, text=True).stdout
+    text = subprocess.run(
+        [sys.executable, "train.py", "--out", out, *flags], capture_output=True, text=True
+    ).stdout
     wall = time.perf_counter() - begun
     rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
     spent = {
@@ -66,15 +68,32 @@ def overlap(steps: int = 12) -> dict:
 
     def seconds(latency: float, *flags: str) -> tuple[float, float]:
         out = os.path.abspath(f"out/bench-{time.time_ns()}")
-        flags = ["--agent", "tests/waiting.py", "--is_level", "token", "--epochs", "8", "--steps", str(steps), *flags]
+        flags = [
+            "--agent",
+            "tests/waiting.py",
+            "--is_level",
+            "token",
+            "--epochs",
+            "8",
+            "--steps",
+            str(steps),
+            *flags,
+        ]
         flags += ["--lr", "1e-12"]
         command = [sys.executable, "train.py", "--out", out, "--show_every", "0", *flags]
-        subprocess.run(command, env=os.environ | {"INSTAR_LATENCY": str(latency)}, capture_output=True, check=True)
+        subprocess.run(
+            command,
+            env=os.environ | {"INSTAR_LATENCY": str(latency)},
+            capture_output=True,
+            check=True,
+        )
         rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")][4:]
         return tuple(float(np.median([r[k] for r in rows])) for k in ("time/step", "time/generate"))
 
     whole, g = seconds(0.5)
-    latency = max(0.0, 0.5 + (whole - 2 * g) / 4)  # of the four turns of the slowest rollout: g is what the rest takes
+    latency = max(
+        0.0, 0.5 + (whole - 2 * g) / 4
+    )  # of the four turns of the slowest rollout: g is what the rest takes
     found = {"latency": latency}
     for name, wait in (("waiting", latency), ("computing", 0.0)):
         strict, g = seconds(wait)
@@ -100,10 +119,12 @@ def interrupted(steps: int = 14) -> dict:
 
     folder, found = tempfile.mkdtemp(), {}
     tiny.make(folder)
-    flags = (
-        f"--model {folder}/dense --agent tests/talker.py --max_turns 2 --max_tokens 192 --max_context 512 --max_lag 2"
-    )
-    for name, more in (("wait", ""), ("partial", "--partial"), ("stale_kv", "--partial --stale_kv")):
+    flags = f"--model {folder}/dense --agent tests/talker.py --max_turns 2 --max_tokens 192 --max_context 512 --max_lag 2"
+    for name, more in (
+        ("wait", ""),
+        ("partial", "--partial"),
+        ("stale_kv", "--partial --stale_kv"),
+    ):
         out = os.path.abspath(f"out/bench-{time.time_ns()}")
         how = f"{flags} --is_level token --steps {steps} --show_every 0 --out {out} {more}".split()
         subprocess.run([sys.executable, "train.py", *how], capture_output=True, check=True)
@@ -115,7 +136,9 @@ def interrupted(steps: int = 14) -> dict:
             "gap/on_version_max",
             "gap/off_version_mean",
         )
-        found |= {f"{name}_{key.split('/')[1]}": float(np.median([r[key] for r in rows])) for key in keys}
+        found |= {
+            f"{name}_{key.split('/')[1]}": float(np.median([r[key] for r in rows])) for key in keys
+        }
         on, off = (sum(r[f"gap/{which}_version_tokens"] for r in rows) for which in ("on", "off"))
         found[f"{name}_off_version_share"] = off / (on + off)
     return found
@@ -131,7 +154,9 @@ def generate() -> dict:
     tiny.make(folder)  # a random model talks until --max_tokens stops it
     long = f"--model {folder}/dense --agent tests/talker.py --max_turns 2 --max_tokens 192 --max_context 512"
     return {
-        f"{name}_{k}": v for name, flags in (("default", ""), ("long", long)) for k, v in phase(flags.split()).items()
+        f"{name}_{k}": v
+        for name, flags in (("default", ""), ("long", long))
+        for k, v in phase(flags.split()).items()
     }
 
 
@@ -182,7 +207,9 @@ def phase(flags: list[str]) -> dict:
 
     cfg = train.parse(flags)
     plain, rollout.Engine = rollout.Engine, Engine
-    engines, rollouts, _ = rollout.launch(cfg, rollout.load_rows(cfg.data, cfg.prompt_key), None, 2, tempfile.mkdtemp())
+    engines, rollouts, _ = rollout.launch(
+        cfg, rollout.load_rows(cfg.data, cfg.prompt_key), None, 2, tempfile.mkdtemp()
+    )
     rollout.Engine = plain
     (engine,) = engines
     ray.get(engine.release.remote())
@@ -229,7 +256,9 @@ def refit() -> dict:
         num_key_value_heads=4,
         head_dim=64,
     )
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=32768, max_position_embeddings=1024, **shape)).save_pretrained(folder)
+    Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=32768, max_position_embeddings=1024, **shape)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     cfg = train.parse(["--model", folder])
     engines, _, _ = rollout.launch(cfg, [{"prompt": "x"}], None, 2, tempfile.mkdtemp())
@@ -247,7 +276,12 @@ def refit() -> dict:
         copies.append(size / (time.perf_counter() - begun) / 1e9)
     ray.shutdown()
     best, copy = max(speeds), max(copies)
-    return {"model_gb": size / 1e9, "refit_gb_per_s": best, "memory_copy_gb_per_s": copy, "ratio": best / copy}
+    return {
+        "model_gb": size / 1e9,
+        "refit_gb_per_s": best,
+        "memory_copy_gb_per_s": copy,
+        "ratio": best / copy,
+    }
 
 
 def server() -> dict:
@@ -279,7 +313,12 @@ def server() -> dict:
         async def send(event):
             sent.append(event)
 
-        scope = {"type": "http", "method": "POST", "path": f"/r/{key}/v1/chat/completions", "headers": []}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": f"/r/{key}/v1/chat/completions",
+            "headers": [],
+        }
         await app(scope, receive, send)
         return json.loads(sent[1]["body"])["choices"][0]["message"]
 
@@ -300,14 +339,22 @@ def server() -> dict:
         for sessions in (1, 16, 256):
             begun = time.perf_counter()
             await asyncio.gather(*[talk(app, 4) for _ in range(sessions)])
-            rates[f"app_requests_per_second_{sessions}"] = 4 * sessions / (time.perf_counter() - begun)
+            rates[f"app_requests_per_second_{sessions}"] = (
+                4 * sessions / (time.perf_counter() - begun)
+            )
         runs = [await talk(app, 130) for _ in range(9)]
-        early, late = (sorted(r[i] for r in runs for i in at)[len(runs)] for at in ((1, 2), (127, 128)))
+        early, late = (
+            sorted(r[i] for r in runs for i in at)[len(runs)] for at in ((1, 2), (127, 128))
+        )
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(10):
             await asyncio.gather(*[talk(app, 2) for _ in range(1000)])
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
-        return rates | {"turn_2_ms": early * 1e3, "turn_128_ms": late * 1e3, "grown_mb_10000_sessions": grown}
+        return rates | {
+            "turn_2_ms": early * 1e3,
+            "turn_128_ms": late * 1e3,
+            "grown_mb_10000_sessions": grown,
+        }
 
     import bench_server
 
@@ -340,7 +387,10 @@ def _logprob(kind: str, *sizes: str) -> None:
 
     tokens, vocabulary, hidden = map(int, sizes)
     torch.manual_seed(0)
-    head, states = torch.nn.Linear(hidden, vocabulary, bias=False), torch.randn(1, tokens, hidden, requires_grad=True)
+    head, states = (
+        torch.nn.Linear(hidden, vocabulary, bias=False),
+        torch.randn(1, tokens, hidden, requires_grad=True),
+    )
     targets = torch.randint(vocabulary, (tokens,))
     head.weight.grad, states.grad = torch.zeros_like(head.weight), torch.zeros_like(states)
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
@@ -352,7 +402,9 @@ def _logprob(kind: str, *sizes: str) -> None:
         logprobs = head(states)[:, 0]
     logprobs.sum().backward()
     seconds = time.perf_counter() - begun
-    print(json.dumps([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6, seconds]))
+    print(
+        json.dumps([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6, seconds])
+    )
 
 
 def gae(rows: int = 1024, tokens: int = 8192, looped: int = 16) -> dict:
@@ -366,7 +418,9 @@ def gae(rows: int = 1024, tokens: int = 8192, looped: int = 16) -> dict:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     mask, values = torch.rand(2, rows, tokens, generator=generator)
-    batch = Batch(mask < 0.67, torch.arange(rows), torch.rand(rows), torch.arange(rows), values=values)
+    batch = Batch(
+        mask < 0.67, torch.arange(rows), torch.rand(rows), torch.arange(rows), values=values
+    )
     cfg = SimpleNamespace(gamma=1.0, lam=0.95, bootstrap_truncated=False)
     seconds = []
     for _ in range(3):
@@ -375,7 +429,9 @@ def gae(rows: int = 1024, tokens: int = 8192, looped: int = 16) -> dict:
         advantages = gae_advantages(batch, cfg)
         seconds.append(time.process_time() - begun)
     begun, out = time.process_time(), []
-    for row, value, reward in zip(batch.mask[:looped].tolist(), values[:looped].tolist(), batch.rewards.tolist()):
+    for row, value, reward in zip(
+        batch.mask[:looped].tolist(), values[:looped].tolist(), batch.rewards.tolist()
+    ):
         later, following, result = 0.0, 0.0, [0.0] * tokens
         for t in reversed(range(tokens)):
             if row[t]:
@@ -406,7 +462,9 @@ def main() -> None:
     if sys.argv[1:2] == ["_logprob"]:
         return _logprob(*sys.argv[2:])
     wanted = sys.argv[1:] or list(parts)
-    if len(wanted) > 1:  # each in a process of its own: Ray and process groups start once in a process
+    if (
+        len(wanted) > 1
+    ):  # each in a process of its own: Ray and process groups start once in a process
         for name in wanted:
             subprocess.run([sys.executable, __file__, name], check=True)
         return None
@@ -415,7 +473,10 @@ def main() -> None:
     path = os.path.join("out", "bench.json")
     os.makedirs("out", exist_ok=True)
     everything = json.load(open(path)) if os.path.exists(path) else {}
-    everything[name] = result | {"cores": os.cpu_count(), "threads": os.environ.get("OMP_NUM_THREADS", "")}
+    everything[name] = result | {
+        "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+    }
     json.dump(everything, open(path, "w"), indent=1)
     print(f"\n{name}")
     for key, value in result.items():

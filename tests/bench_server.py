@@ -37,7 +37,9 @@ SERVERS = {"instar": "", "vllm": "vllm_", "echo": "echo_"}  # and how their numb
 def serve(kind: str, pipe, core: int) -> None:
     os.sched_setaffinity(0, {core})
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"  # as instar's: connections wait while the others have their turn
+    os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = (
+        "600"  # as instar's: connections wait while the others have their turn
+    )
     import uvloop
 
     uvloop.run({"echo": echo, "instar": instar, "vllm": vllm}[kind](pipe))
@@ -60,18 +62,25 @@ def attend(pipe, port: int, opened, closed) -> None:
 async def echo(pipe) -> None:
     import uvicorn
 
-    reply = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": SAID}}]}).encode()
+    reply = json.dumps(
+        {"choices": [{"index": 0, "message": {"role": "assistant", "content": SAID}}]}
+    ).encode()
 
     async def app(scope, receive, send):
         while (await receive()).get("more_body"):
             pass
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(reply)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(reply)).encode()),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": reply})
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     attend(pipe, listener.getsockname()[1], lambda n: ["/"] * n, lambda turns: None)
-    config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", timeout_keep_alive=600)
+    config = uvicorn.Config(
+        app, log_level="critical", access_log=False, lifespan="off", timeout_keep_alive=600
+    )
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
@@ -86,10 +95,15 @@ async def instar(pipe) -> None:
     said = np.asarray([*chat.encode(SAID), chat.tokenizer.eos_token_id], np.int32)
 
     async def generate(ids, max_tokens, known, stop, grammar):
-        return Reply(said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32), b"", "stop")
+        return Reply(
+            said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32), b"", "stop"
+        )
 
     def opened(n):
-        forests = [Forest(chat, generate, lambda text, tools: (None, text, []), 99, 10**6, {}) for _ in range(n)]
+        forests = [
+            Forest(chat, generate, lambda text, tools: (None, text, []), 99, 10**6, {})
+            for _ in range(n)
+        ]
         return [f"/r/{app.open(forest)}/v1/chat/completions" for forest in forests]
 
     def closed(turns):
@@ -114,8 +128,21 @@ async def vllm(pipe) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.input_processor import InputProcessor
 
-    flags = ["--model", "examples/starter", "--served-model-name", "policy", "--max-model-len", "65536"]
-    flags += ["--host", "127.0.0.1", "--disable-uvicorn-access-log", "--uvicorn-log-level", "critical"]
+    flags = [
+        "--model",
+        "examples/starter",
+        "--served-model-name",
+        "policy",
+        "--max-model-len",
+        "65536",
+    ]
+    flags += [
+        "--host",
+        "127.0.0.1",
+        "--disable-uvicorn-access-log",
+        "--uvicorn-log-level",
+        "critical",
+    ]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
     validate_parsed_serve_args(args)
 
@@ -128,7 +155,10 @@ async def vllm(pipe) -> None:
             self.renderer = renderer_from_config(self.vllm_config)
             self.input_processor = InputProcessor(self.vllm_config, self.renderer)
             self.tokenizer = self.renderer.tokenizer
-            self.said = [*self.tokenizer.encode(SAID, add_special_tokens=False), self.tokenizer.eos_token_id]
+            self.said = [
+                *self.tokenizer.encode(SAID, add_special_tokens=False),
+                self.tokenizer.eos_token_id,
+            ]
 
         async def generate(self, prompt, sampling_params, request_id, **_):
             text = self.tokenizer.decode(self.said, skip_special_tokens=True)
@@ -174,7 +204,9 @@ def bodies(session: int, turns: int, stream: bool, length: int) -> list[bytes]:
     for i in range(turns):
         text = f"question {i} of session {session}" + ", with a few words more" * length
         messages.append({"role": "user", "content": text})
-        made.append(json.dumps({"model": "policy", "messages": messages, "stream": stream}).encode())
+        made.append(
+            json.dumps({"model": "policy", "messages": messages, "stream": stream}).encode()
+        )
         messages.append({"role": "assistant", "content": SAID})
     return made
 
@@ -228,7 +260,11 @@ class Target:
 
         cpu, own, begun = self.ask("cpu"), time.process_time(), time.perf_counter()
         await asyncio.gather(*[work(c) for c in self.connections[:concurrent]])
-        wall, own, cpu = time.perf_counter() - begun, time.process_time() - own, self.ask("cpu") - cpu
+        wall, own, cpu = (
+            time.perf_counter() - begun,
+            time.process_time() - own,
+            self.ask("cpu") - cpu,
+        )
         self.ask("close", turns)
         seconds.sort()
         return {
@@ -254,7 +290,11 @@ def compared(rounds: list[dict], name: str) -> dict:
     for kind in ("instar", "vllm"):  # behind what a server costs that does nothing
         for key, added in (("latency_ms", "added_ms"), ("p99_ms", "added_p99_ms")):
             out[f"{SERVERS[kind]}{added}_{name}"] = median(key, kind, "echo", operator.sub)
-    for key, ratio in (("requests_per_second", "ratio"), ("cpu_ms", "cpu_ratio"), ("p99_ms", "p99_ratio")):
+    for key, ratio in (
+        ("requests_per_second", "ratio"),
+        ("cpu_ms", "cpu_ratio"),
+        ("p99_ms", "p99_ratio"),
+    ):
         out[f"{ratio}_{name}"] = median(key, "instar", "vllm", operator.truediv)
     out[f"client_busy_{name}"] = median("client_busy", "instar")
     return out
@@ -269,7 +309,12 @@ async def measure(targets: dict[str, Target]) -> dict:
         tokens = [(r["usage"]["prompt_tokens"], r["usage"]["completion_tokens"]) for r in replies]
         work.append((tokens, [r["choices"][0]["message"]["content"] for r in replies]))
     assert work[0] == work[1] and set(work[0][1]) == {SAID}, "both do the same work"
-    rounds, orders, found, begun = {name: [] for name in LOADS}, list(SERVERS), {}, time.perf_counter()
+    rounds, orders, found, begun = (
+        {name: [] for name in LOADS},
+        list(SERVERS),
+        {},
+        time.perf_counter(),
+    )
     for i in range(ROUNDS + 1):
         if i > 1 and time.perf_counter() - begun > SECONDS:
             break

@@ -13,8 +13,13 @@ HTTP, HTTP2 = openai.DefaultAsyncHttpxClient(), anthropic.DefaultAsyncHttpxClien
 
 
 async def gpt(task: Task, messages: list[dict]) -> str:
-    client, text = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=HTTP), ""
-    async for chunk in await client.chat.completions.create(model=task.model, messages=messages, stream=True):
+    client, text = (
+        openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=HTTP),
+        "",
+    )
+    async for chunk in await client.chat.completions.create(
+        model=task.model, messages=messages, stream=True
+    ):
         text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
     return text
 
@@ -22,7 +27,9 @@ async def gpt(task: Task, messages: list[dict]) -> str:
 async def claude(task: Task, messages: list[dict]) -> str:
     root = task.base_url.removesuffix("/v1")
     client = anthropic.AsyncAnthropic(base_url=root, api_key=task.api_key, http_client=HTTP2)
-    async with client.messages.stream(model=task.model, messages=messages, max_tokens=4096) as stream:
+    async with client.messages.stream(
+        model=task.model, messages=messages, max_tokens=4096
+    ) as stream:
         return await stream.get_final_text()
 
 
@@ -32,9 +39,15 @@ class Agent(ChatAgent):
         for calls in range(4):
             text = await ask(task, messages)
             if answer := ANSWER.search(text):
-                return Result(float(int(answer[1]) == int(task.label)), info={"calls": calls, "claude": ask is claude})
+                return Result(
+                    float(int(answer[1]) == int(task.label)),
+                    info={"calls": calls, "claude": ask is claude},
+                )
             value = "Use <calc>1+2</calc> or <answer>3</answer>."
             if call := CALL.search(text):
                 value = OPERATORS[call[2]](int(call[1]), int(call[3]))
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": str(value)}]
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": str(value)},
+            ]
         return Result(0.0, truncated=True)

@@ -90,7 +90,9 @@ class Stage:
         )
         self.cfg = Config(model=model, **defaults | flags)
         place = dict(num_cpus=1, max_concurrency=1000)
-        self.engine = ray.remote(Engine).options(**place).remote(SimpleNamespace(**vars(self.cfg)), 0, True)
+        self.engine = (
+            ray.remote(Engine).options(**place).remote(SimpleNamespace(**vars(self.cfg)), 0, True)
+        )
         self.chat = Chat(AutoTokenizer.from_pretrained(model))
         self.policy = build_policy(self.cfg, "cpu")
         self.replay, self.optimizer = self.policy.replay, self.policy.optimizer
@@ -150,7 +152,9 @@ class Stage:
 
             async def generate(ids, max_tokens, known):
                 one.count += 1
-                return await self.engine.generate.remote(f"test-{one.count}", ids, max_tokens, known)
+                return await self.engine.generate.remote(
+                    f"test-{one.count}", ids, max_tokens, known
+                )
 
             task = Task([{"role": "user", "content": f"What is {i}+{3 * i}?"}], label=4 * i)
             return await play(Talker(), task, self.chat, generate, cfg, call, i, i)
@@ -169,7 +173,10 @@ class Stage:
         from train import Meter, check_gates, score, verify
 
         cfg, meter = dataclasses.replace(self.cfg, **flags), Meter()
-        micros = [pack(segments, m) for m in plan([len(s) for s in segments], 1, cfg.tokens_per_microbatch)[0]]
+        micros = [
+            pack(segments, m)
+            for m in plan([len(s) for s in segments], 1, cfg.tokens_per_microbatch)[0]
+        ]
         verify(cfg, micros, segments, self.version, "cpu", meter)
         score(self.replay, micros, meter)
         check_gates(cfg, metrics := meter.local())
@@ -188,21 +195,40 @@ class Stage:
         cfg, gradient = dataclasses.replace(self.cfg, max_grad_norm=1e9, **flags), []
         rewards = rewards or [float(i % 3) for i in range(len(segments))]
         batch = {
-            "rollouts": [{"group": i // 2, "result": Result(reward=r)} for i, r in enumerate(rewards)],
+            "rollouts": [
+                {"group": i // 2, "result": Result(reward=r)} for i, r in enumerate(rewards)
+            ],
             "rows": [{"id": i, "rollout": i, "tokens": len(s)} for i, s in enumerate(segments)],
         }
 
         class Keep:  # an optimizer that keeps the gradient and moves nothing
             def step(_):
-                gradient.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters()]))
+                gradient.append(
+                    torch.cat([p.grad.flatten().clone() for p in self.model.parameters()])
+                )
 
             def zero_grad(_):
                 self.model.zero_grad()
 
         still = SimpleNamespace(step=lambda: None)
         policy = dataclasses.replace(self.policy, optimizer=optimizer or Keep(), scheduler=still)
-        pool = SimpleNamespace(fetch=SimpleNamespace(remote=lambda ids: ray.put([segments[i] for i in ids])))
-        r = train.Run(cfg, "cpu", None, None, None, {"policy": policy}, None, self.chat, pool, [], "", self.refit)
+        pool = SimpleNamespace(
+            fetch=SimpleNamespace(remote=lambda ids: ray.put([segments[i] for i in ids]))
+        )
+        r = train.Run(
+            cfg,
+            "cpu",
+            None,
+            None,
+            None,
+            {"policy": policy},
+            None,
+            self.chat,
+            pool,
+            [],
+            "",
+            self.refit,
+        )
         train.deal(cfg, batch, 1)
         meter = train.Meter()
         parts, _ = train.fetch(r, batch, self.version, meter)
@@ -219,7 +245,12 @@ class Talker:
         return task.messages
 
     def step(self, reply):
-        return f"You said {len(reply)} letters. Go on, 12+{len(reply)}?", 0.5, False, {"letters": len(reply)}
+        return (
+            f"You said {len(reply)} letters. Go on, 12+{len(reply)}?",
+            0.5,
+            False,
+            {"letters": len(reply)},
+        )
 
 
 @pytest.fixture(scope="session")
@@ -254,7 +285,9 @@ def traces(monkeypatch):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
     new = {*os.listdir("/dev/shm"), *os.listdir("/tmp")} - before
-    assert not [name for name in new if not name.startswith(("instar-", "pytest", "torchelastic", "tmp"))], new
+    assert not [
+        name for name in new if not name.startswith(("instar-", "pytest", "torchelastic", "tmp"))
+    ], new
 
 
 def marked(mark: str) -> list[str]:
@@ -262,7 +295,9 @@ def marked(mark: str) -> list[str]:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if pid != str(os.getpid()) and mark in Path("/proc", pid, "environ").read_text(errors="replace"):
+            if pid != str(os.getpid()) and mark in Path("/proc", pid, "environ").read_text(
+                errors="replace"
+            ):
                 found.append(Path("/proc", pid, "cmdline").read_text())
         except OSError:
             continue

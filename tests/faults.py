@@ -47,10 +47,15 @@ def find(who: str, top: int) -> int:
     """The process id of `who` in the run whose first process is `top`."""
     for pid in descendants(top):
         try:
-            name, variables = Path(f"/proc/{pid}/cmdline").read_text(), Path(f"/proc/{pid}/environ").read_text()
+            name, variables = (
+                Path(f"/proc/{pid}/cmdline").read_text(),
+                Path(f"/proc/{pid}/environ").read_text(),
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
-        rank = f"\0LOCAL_RANK={who[-1]}\0" in variables and "faults.py" in name  # what Ray starts has other names
+        rank = (
+            f"\0LOCAL_RANK={who[-1]}\0" in variables and "faults.py" in name
+        )  # what Ray starts has other names
         if name.startswith(NAMES[who]) if who in NAMES else rank:
             return pid
     raise LookupError(f"no {who} below {top}")
@@ -74,10 +79,16 @@ class Faults:
         self.seen[when] += 1
         for how, who, *at in [fault.split(":") for fault in self.plan]:
             if at == [when, str(self.seen[when])]:
-                threading.Timer(delay, self.strike, (how, who, when)).start() if delay else self.strike(how, who, when)
+                threading.Timer(
+                    delay, self.strike, (how, who, when)
+                ).start() if delay else self.strike(how, who, when)
 
     def strike(self, how: str, who: str, when: str) -> None:
-        pid = find(who, os.getpid() if who in NAMES else os.getppid()) if how in ("kill", "stop") else 0
+        pid = (
+            find(who, os.getpid() if who in NAMES else os.getppid())
+            if how in ("kill", "stop")
+            else 0
+        )
         self.note(how=how, who=who, when=when)
         if how == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))

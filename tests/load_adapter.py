@@ -9,12 +9,24 @@ import sys
 
 
 def by_vllm(model: str, ids: list[int], adapters: list[str]):
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    args = dict(dtype="float32", max_model_len=512, enforce_eager=True, disable_log_stats=True, use_tqdm_on_load=False)
-    llm = LLM(model, **args, enable_lora=True, max_lora_rank=8)  # vLLM has no smaller maximum that holds a rank of 4
+    args = dict(
+        dtype="float32",
+        max_model_len=512,
+        enforce_eager=True,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    llm = LLM(
+        model, **args, enable_lora=True, max_lora_rank=8
+    )  # vLLM has no smaller maximum that holds a rank of 4
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     for i, adapter in enumerate(adapters, 1):
         lora = LoRARequest(f"adapter-{i}", i, adapter) if adapter else None
@@ -31,7 +43,9 @@ def by_peft(model: str, ids: list[int], adapters: list[str]):
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         loaded = PeftModel.from_pretrained(loaded, adapter) if adapter else loaded
         with torch.no_grad():
-            logprobs = loaded(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)  # [T - 1, V]
+            logprobs = (
+                loaded(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            )  # [T - 1, V]
         yield logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 

@@ -21,7 +21,9 @@ class Engine(rollout.Engine):
 
     def __init__(self, cfg, index, cpu):
         args = json.loads(cfg.engine_args) | {"worker_extension_cls": "planted.WorkerExtension"}
-        super().__init__(SimpleNamespace(**vars(cfg) | {"engine_args": json.dumps(args)}), index, cpu)
+        super().__init__(
+            SimpleNamespace(**vars(cfg) | {"engine_args": json.dumps(args)}), index, cpu
+        )
         self.bug = ""
 
     async def plant(self, bug: str) -> None:
@@ -43,9 +45,13 @@ class Engine(rollout.Engine):
         await self.released.wait()
         more = (await super().output(name + "+", [*ids, *first.token_ids], **params)).outputs[0]
         both = dict(
-            token_ids=[*first.token_ids, *more.token_ids], routed_experts=None, finish_reason=more.finish_reason
+            token_ids=[*first.token_ids, *more.token_ids],
+            routed_experts=None,
+            finish_reason=more.finish_reason,
         )
-        both["logprobs"] = SimpleNamespace(logprobs=[*first.logprobs.logprobs, *more.logprobs.logprobs])
+        both["logprobs"] = SimpleNamespace(
+            logprobs=[*first.logprobs.logprobs, *more.logprobs.logprobs]
+        )
         return SimpleNamespace(outputs=[SimpleNamespace(**both)])
 
     async def pause(self) -> int:
@@ -123,10 +129,14 @@ def main() -> int:
     bug = sys.argv[1]
     if bug == "temperature":  # the trainer scores at another temperature than the engine sampled at
         forward = train.Replay.forward
-        train.Replay.forward = lambda self, micro, temperature=None: forward(self, micro, temperature or 1.3)
+        train.Replay.forward = lambda self, micro, temperature=None: forward(
+            self, micro, temperature or 1.3
+        )
     elif bug == "weights":  # one tensor is never sent
         tensors = refit.hf_tensors
-        refit.hf_tensors = lambda model, dtype: (x for x in tensors(model, dtype) if "layers.0.mlp.up_proj" not in x[0])
+        refit.hf_tensors = lambda model, dtype: (
+            x for x in tensors(model, dtype) if "layers.0.mlp.up_proj" not in x[0]
+        )
     else:
         raise SystemExit(f"no bug is called {bug}")
     return train.main(sys.argv[2:])

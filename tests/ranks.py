@@ -29,14 +29,20 @@ def names(model):
 
 
 def full(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor)
+        .detach()
+        .clone()
+    )
 
 
 def homes(model):
     """Each parameter that FSDP holds -> the name of its group's offload policy."""
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     groups = [group for state in states for group in state._fsdp_param_groups]
-    own = {id(p.sharded_param): type(g.offload_policy).__name__ for g in groups for p in g.fsdp_params}
+    own = {
+        id(p.sharded_param): type(g.offload_policy).__name__ for g in groups for p in g.fsdp_params
+    }
     return {n: own[id(p)] for n, p in names(model) if id(p) in own}
 
 
@@ -63,7 +69,12 @@ def main(tiny: str, out: str) -> None:
     dist.init_process_group("gloo")
     whole = dict(estimator="reinforce_baseline")
     sequences = dict(
-        estimator="grpo", loss="gspo", loss_agg="seq_mean", is_level="geo", is_mode="mask", is_band=(0.1, 9)
+        estimator="grpo",
+        loss="gspo",
+        loss_agg="seq_mean",
+        is_level="geo",
+        is_mode="mask",
+        is_band=(0.1, 9),
     )
     sequences |= dict(entropy_coef=0.01, kl_coef=0.1, kl_loss=True)
     balance = whole | dict(balance_coef=0.5)
@@ -87,7 +98,12 @@ def main(tiny: str, out: str) -> None:
         ("moe-flat-offloaded", "moe", 100, whole | dict(ep=1, offload="optimizer")),
         ("dense-many-offloaded", "dense", 100, whole | dict(offload="optimizer")),
         ("dense-adapted-offloaded", "dense", 16384, whole | dict(lora_rank=4, offload="optimizer")),
-        ("critic-tied-offloaded", "tied", 100, dict(estimator="gae", kl_coef=0.1, offload="optimizer")),
+        (
+            "critic-tied-offloaded",
+            "tied",
+            100,
+            dict(estimator="gae", kl_coef=0.1, offload="optimizer"),
+        ),
         ("moe-balance", "moe", 16384, balance),
         ("moe-balance-many", "moe", 100, balance),
         ("moe-balance-again", "moe", 100, balance | dict(checkpoint_activations=True)),
@@ -107,16 +123,28 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         max_context=100,
         minibatches=1,
         max_grad_norm=1e9,
-        **dict(ep=world if "moe" in model_name else 1, is_level="token", is_mode="clip", is_band=(0.5, 2.0)) | flags,
+        **dict(
+            ep=world if "moe" in model_name else 1,
+            is_level="token",
+            is_mode="clip",
+            is_band=(0.5, 2.0),
+        )
+        | flags,
     )
     train.validate(cfg, world)
     model, mesh = train.build_model(cfg, "cpu")
-    critic = ValueHead(model) if cfg.estimator == "gae" else None  # in the policy's place: what a critic does is tested
+    critic = (
+        ValueHead(model) if cfg.estimator == "gae" else None
+    )  # in the policy's place: what a critic does is tested
     for name, p in model.named_parameters():
         if "lora_" in name:  # on any number of ranks the same, and B not 0
             value = torch.sin(torch.arange(p.numel()).float() * 1.7).view(p.shape) / 10
             sharded = isinstance(p, dist.tensor.DTensor)
-            p.data.copy_(dist.tensor.distribute_tensor(value, p.device_mesh, p.placements) if sharded else value)
+            p.data.copy_(
+                dist.tensor.distribute_tensor(value, p.device_mesh, p.placements)
+                if sharded
+                else value
+            )
     start, policies = {n: full(p) for n, p in names(model)}, homes(model)
     head = critic or Head(model.get_output_embeddings(), cfg.entropy_coef != 0)
     replay = Replay(model, 1.0, head, cfg.balance_coef != 0)
@@ -128,7 +156,9 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
             muon.step() if cfg.optimizer == "muon" else super().step()
 
     muon, _ = train.build_optimizer(cfg, model)
-    optimizer = Keep(model.parameters(), lr=1e-2)  # before the first forward, which leaves gathered parameters behind
+    optimizer = Keep(
+        model.parameters(), lr=1e-2
+    )  # before the first forward, which leaves gathered parameters behind
     rng = np.random.default_rng(0)
     rows, owners = [], []
     for i in range(15):  # 10 rollouts, some with several segments, of very different lengths
@@ -146,8 +176,12 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         rows.append(row)
         owners.append(i % 10)
     batch = {
-        "rollouts": [{"group": i // 2, "result": Result(reward=float(rng.random()))} for i in range(10)],
-        "rows": [{"id": i, "rollout": o, "tokens": len(r)} for i, (o, r) in enumerate(zip(owners, rows))],
+        "rollouts": [
+            {"group": i // 2, "result": Result(reward=float(rng.random()))} for i in range(10)
+        ],
+        "rows": [
+            {"id": i, "rollout": o, "tokens": len(r)} for i, (o, r) in enumerate(zip(owners, rows))
+        ],
     }
     train.deal(cfg, batch, world)
     parts = [p[rank] for p in batch["plan"]]
@@ -161,7 +195,9 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         micro.ref_logprobs = torch.cos(micro.tokens.float()) - 4.5 if cfg.kl_coef else None
         micro.values = torch.sin(micro.tokens.float()) / 2 if critic else None
         with torch.no_grad(), replay.experts(micro):
-            micro.old_logprobs = micro.behaviour_logprobs + 0.1 if critic else replay.forward(micro)[0]
+            micro.old_logprobs = (
+                micro.behaviour_logprobs + 0.1 if critic else replay.forward(micro)[0]
+            )
             micro.load = replay.load(micro) if replay.watched else None
     train.credit(cfg, batch, micros, meter)
     for micro in micros:
@@ -182,7 +218,9 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         "homes": policies,
     }
     if rank == 0:
-        torch.save(found | {"wrapped": sum(CHECKPOINTED in n for n, _ in model.named_modules())}, out)
+        torch.save(
+            found | {"wrapped": sum(CHECKPOINTED in n for n, _ in model.named_modules())}, out
+        )
     dist.barrier()
 
 

@@ -49,7 +49,12 @@ def cluster():
         port = s.getsockname()[1]
     scratch = tempfile.mkdtemp(prefix="instar-", dir="/tmp")
     how = f"--head --block --node-ip-address 127.0.0.1 --port {port} --num-cpus 4 --num-gpus 0 --temp-dir {scratch}"
-    command = [Path(sys.executable).with_name("ray"), "start", *how.split(), "--include-dashboard=false"]
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "start",
+        *how.split(),
+        "--include-dashboard=false",
+    ]
     head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield f"127.0.0.1:{port}"
@@ -68,7 +73,9 @@ def end(pid: int) -> None:
 def lines(out: Path, begun: float) -> int:
     """Steps in the metrics, once this attempt has cut off those that it repeats."""
     path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() and path.stat().st_mtime > begun else 0
+    return (
+        len(path.read_text().splitlines()) if path.exists() and path.stat().st_mtime > begun else 0
+    )
 
 
 def main(rounds: int, folder: Path, flags: list[str]) -> None:
@@ -81,14 +88,18 @@ def main(rounds: int, folder: Path, flags: list[str]) -> None:
         before = train.newest(train.Config(out=str(killed), resume=bool(resume)))["step"]
         steps.add(before)
         begun = time.time()
-        pid = begin([*flags, "--save_every", "1", "--out", str(killed), *resume], folder / "killed.log")
+        pid = begin(
+            [*flags, "--save_every", "1", "--out", str(killed), *resume], folder / "killed.log"
+        )
         deadline = time.monotonic() + 120
         while lines(killed, begun) <= before + i % 4:
             ended, _ = os.waitpid(pid, os.WNOHANG)
             if ended or time.monotonic() > deadline:
                 sys.exit(f"round {i}: no more steps were taken after {before}")
             time.sleep(0.02)
-        time.sleep(0.4 * random.random())  # some seven steps at most, where the test has 12 for each round
+        time.sleep(
+            0.4 * random.random()
+        )  # some seven steps at most, where the test has 12 for each round
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         half = killed / "unfinished"

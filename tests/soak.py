@@ -61,7 +61,10 @@ def main() -> int:
         def look() -> None:
             with open(Path(r.cfg.out, "soak.jsonl"), "w", buffering=1) as f:
                 while not r.stopped:
-                    found = others() | {"rank0": census(), "pool": ray.get(r.rollouts.census.remote())}
+                    found = others() | {
+                        "rank0": census(),
+                        "pool": ray.get(r.rollouts.census.remote()),
+                    }
                     f.write(json.dumps(found | {"time": time.time()}) + "\n")
                     time.sleep(5)
 

@@ -28,8 +28,12 @@ def play(model_name: str, rows: list[dict], greedy: bool) -> tuple[float, float]
         games.append({"env": env, "ids": chat.opening(messages), "reward": 0.0})
     live = games
     for _ in range(4):
-        batch = chat.tokenizer.pad({"input_ids": [g["ids"] for g in live]}, padding_side="left", return_tensors="pt")
-        out = model.generate(**batch, max_new_tokens=32, do_sample=not greedy, top_k=0)[:, batch.input_ids.shape[1] :]
+        batch = chat.tokenizer.pad(
+            {"input_ids": [g["ids"] for g in live]}, padding_side="left", return_tensors="pt"
+        )
+        out = model.generate(**batch, max_new_tokens=32, do_sample=not greedy, top_k=0)[
+            :, batch.input_ids.shape[1] :
+        ]
         going = []
         for game, ids in zip(live, out.tolist()):
             reply = ids[: ids.index(stop) + 1] if stop in ids else ids

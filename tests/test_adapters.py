@@ -105,8 +105,14 @@ def perturb(model):
 
 def logprobs(model, row):
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor(row.tokens[None].astype(np.int64))).logits[0].log_softmax(-1)
-    return logits[:-1].gather(-1, torch.tensor(row.tokens[1:, None].astype(np.int64)))[:, 0]  # [T - 1]
+        logits = (
+            model(input_ids=torch.tensor(row.tokens[None].astype(np.int64)))
+            .logits[0]
+            .log_softmax(-1)
+        )
+    return logits[:-1].gather(-1, torch.tensor(row.tokens[1:, None].astype(np.int64)))[
+        :, 0
+    ]  # [T - 1]
 
 
 def add_adapter(model, folder):
@@ -114,7 +120,9 @@ def add_adapter(model, folder):
     config, tensors = json.loads((folder / "adapter_config.json").read_text()), {}
     assert config["peft_type"] == "LORA" and config["r"] == 4 and not config["use_dora"]
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
-        module, kind = name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        module, kind = (
+            name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        )
         tensors.setdefault(module, {})[kind] = tensor
     parameters = dict(model.named_parameters())
     for module, two in tensors.items():
@@ -122,7 +130,9 @@ def add_adapter(model, folder):
         if not outer.endswith("experts"):
             weight, update = parameters[f"{module}.weight"], two["B"] @ two["A"]
         else:
-            weight = parameters[outer + (".gate_up_proj" if outer != module else ".down_proj")]  # [E, out, in]
+            weight = parameters[
+                outer + (".gate_up_proj" if outer != module else ".down_proj")
+            ]  # [E, out, in]
             a, b = two["A"].unflatten(0, (len(weight), 4)), two["B"].unflatten(1, (4, len(weight)))
             update = torch.einsum("ore,eri->eoi", b, a)
         weight.data += config["lora_alpha"] / 4 * update
@@ -130,10 +140,18 @@ def add_adapter(model, folder):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("model", ["dense", "tied", "moe"])
-def test_the_exported_model_and_the_base_with_the_exported_adapter_are_the_policy(tiny, process_group, tmp_path, model):
+def test_the_exported_model_and_the_base_with_the_exported_adapter_are_the_policy(
+    tiny, process_group, tmp_path, model
+):
     from transformers import AutoModelForCausalLM
 
-    cfg = Config(model=f"{tiny}/{model}", dtype="float32", out=str(tmp_path), lora_rank=4, checkpoint_activations=True)
+    cfg = Config(
+        model=f"{tiny}/{model}",
+        dtype="float32",
+        out=str(tmp_path),
+        lora_rank=4,
+        checkpoint_activations=True,
+    )
     policy, row = build_policy(cfg, "cpu"), segment(50, [(1, 50)])
     micro = pack([row], [0])
     with torch.no_grad():
@@ -158,20 +176,30 @@ def errors(program, model, out, **env):
     cfg = Config(model=model, dtype="float32", out=str(out), lora_rank=4)
     policy, row = build_policy(cfg, "cpu"), segment(50, [(1, 50)])
     perturb(policy.replay.model)
-    folder, right, planted = train.export(cfg, policy.replay.model), out / "adapter", out / "planted"
+    folder, right, planted = (
+        train.export(cfg, policy.replay.model),
+        out / "adapter",
+        out / "planted",
+    )
     want = logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), row)
     shutil.copytree(right, planted)
     config = json.loads((right / "adapter_config.json").read_text())
-    (planted / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": config["lora_alpha"] / 2}))
+    (planted / "adapter_config.json").write_text(
+        json.dumps(config | {"lora_alpha": config["lora_alpha"] / 2})
+    )
     words = [program, model, json.dumps(row.tokens.tolist()), right, planted, ""]
     command = [sys.executable, "tests/load_adapter.py", *words]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | env)
     assert run.returncode == 0, run.stderr[-3000:]
-    return [(torch.tensor(json.loads(line)) - want).abs().max() for line in run.stdout.splitlines()[-3:]]
+    return [
+        (torch.tensor(json.loads(line)) - want).abs().max() for line in run.stdout.splitlines()[-3:]
+    ]
 
 
 @pytest.mark.e2e
-def test_vllm_serves_the_base_with_the_exported_adapter_as_the_exported_model(tiny, process_group, tmp_path):
+def test_vllm_serves_the_base_with_the_exported_adapter_as_the_exported_model(
+    tiny, process_group, tmp_path
+):
     """A dense model's: vLLM 0.30 has no CPU kernel for adapters of experts."""
     right, planted, none = errors("vllm", f"{tiny}/dense", tmp_path)
     assert right <= BAR and planted > 0.1 and none > 0.1
@@ -179,7 +207,9 @@ def test_vllm_serves_the_base_with_the_exported_adapter_as_the_exported_model(ti
 
 @pytest.mark.clients
 @pytest.mark.parametrize("model", ["dense", "tied", "experts"])
-def test_peft_loads_the_exported_adapter_as_the_exported_model(tiny, process_group, tmp_path, model):
+def test_peft_loads_the_exported_adapter_as_the_exported_model(
+    tiny, process_group, tmp_path, model
+):
     """Not a mixed model's: with dense layers among them, peft 0.21 expects other shapes of the experts' adapters."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -188,7 +218,9 @@ def test_peft_loads_the_exported_adapter_as_the_exported_model(tiny, process_gro
     if model == "experts":  # all layers
         torch.manual_seed(0)
         path = str(shutil.copytree(f"{tiny}/moe", tmp_path / model))
-        Qwen3MoeForCausalLM(Qwen3MoeConfig.from_pretrained(path, mlp_only_layers=[])).save_pretrained(path)
+        Qwen3MoeForCausalLM(
+            Qwen3MoeConfig.from_pretrained(path, mlp_only_layers=[])
+        ).save_pretrained(path)
     right, planted, none = errors("peft", path, tmp_path, PYTHONPATH=".clients/peft")
     assert right <= BAR and planted > 0.1 and none > 0.1
 
@@ -206,9 +238,16 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(tiny):
 
     model, plain = load(), load()
     optimizer, _ = build_optimizer(Config(optimizer="muon", lr=0.01, weight_decay=0.1), model)
-    matrices = {n for n, p in plain.named_parameters() if n.endswith(("_proj.weight", "gate.weight"))}
-    assert len(matrices) == 17 and all(p.ndim == 2 for n, p in plain.named_parameters() if n in matrices)
-    parts = [[p for n, p in plain.named_parameters() if (n in matrices) == muon] for muon in (True, False)]
+    matrices = {
+        n for n, p in plain.named_parameters() if n.endswith(("_proj.weight", "gate.weight"))
+    }
+    assert len(matrices) == 17 and all(
+        p.ndim == 2 for n, p in plain.named_parameters() if n in matrices
+    )
+    parts = [
+        [p for n, p in plain.named_parameters() if (n in matrices) == muon]
+        for muon in (True, False)
+    ]
     muon = torch.optim.Muon(parts[0], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(parts[1], lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
     for _ in range(3):
@@ -222,10 +261,19 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(tiny):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "model,rank,offload", [("dense", 4, "none"), ("moe", 0, "none"), ("moe", 4, "none"), ("dense", 4, "optimizer")]
+    "model,rank,offload",
+    [("dense", 4, "none"), ("moe", 0, "none"), ("moe", 4, "none"), ("dense", 4, "optimizer")],
 )
-def test_one_rank_in_bfloat16_exports_what_it_sends(tiny, process_group, tmp_path, model, rank, offload):
-    cfg = Config(model=f"{tiny}/{model}", dtype="bfloat16", out=str(tmp_path), lora_rank=rank, offload=offload)
+def test_one_rank_in_bfloat16_exports_what_it_sends(
+    tiny, process_group, tmp_path, model, rank, offload
+):
+    cfg = Config(
+        model=f"{tiny}/{model}",
+        dtype="bfloat16",
+        out=str(tmp_path),
+        lora_rank=rank,
+        offload=offload,
+    )
     policy = build_policy(cfg, "cpu")
     assert {p.dtype for p in policy.replay.model.parameters()} == {torch.float32}
     moved(policy)

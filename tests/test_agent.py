@@ -20,7 +20,9 @@ def play(label, *replies):
 
 
 def test_the_calculator_answers_one_operation_a_call():
-    (seven, reward, done, info), (_, final, over, _) = play(21, "<calc>3+4</calc>", "<answer>21</answer>")
+    (seven, reward, done, info), (_, final, over, _) = play(
+        21, "<calc>3+4</calc>", "<answer>21</answer>"
+    )
     assert (seven, reward, done, info["calls"]) == ("7", 0.0, False, 1)
     assert (final, over) == (1.0, True)
     assert play(0, "<calc>-14+5</calc>", "<calc>12*7</calc>", "<calc>1-9</calc>")[0][0] == "-9"
@@ -59,7 +61,10 @@ def row(n=10, replies=((3, 5), (7, 10))):
 def test_a_row_is_cut_between_replies_and_every_field_with_it():
     cut = row().cut(9)
     assert len(cut) == 5 and cut.truncated and cut.replies == [(3, 5, b"x")]
-    assert {len(getattr(cut, f)) for f in ("tokens", "mask", "logprobs", "versions", "experts", "experts_ok")} == {5}
+    assert {
+        len(getattr(cut, f))
+        for f in ("tokens", "mask", "logprobs", "versions", "experts", "experts_ok")
+    } == {5}
     assert not cut.experts_ok[-1] and cut.experts_ok[:-1].all()
     assert len(row().cut(10)) == 10 and not row().cut(10).truncated
     assert len(row().cut(4)) == 0
@@ -114,7 +119,9 @@ open("made", "w").write("x")
 def command_agent(tmp_path, script, command="{python} {script} '{prompt}'", reward=GRADE):
     (tmp_path / "grade.py").write_text(reward)
     (tmp_path / "script.py").write_text(script)
-    command = command.replace("{python}", sys.executable).replace("{script}", str(tmp_path / "script.py"))
+    command = command.replace("{python}", sys.executable).replace(
+        "{script}", str(tmp_path / "script.py")
+    )
     return load_agent("agent.py", command, str(tmp_path / "grade.py"))()
 
 
@@ -127,14 +134,20 @@ def test_a_command_gets_its_prompt_as_one_word_a_folder_and_the_variables_of_the
 
     def grade(prompt, label, output, folder):
         seen.update(
-            prompt=prompt, label=label, output=output, made=os.path.exists(os.path.join(folder, "made")), folder=folder
+            prompt=prompt,
+            label=label,
+            output=output,
+            made=os.path.exists(os.path.join(folder, "made")),
+            folder=folder,
         )
         return 1.0
 
     agent = command_agent(tmp_path, SHOWS)
     agent.reward = grade
     assert asyncio.run(agent.run(Task(**TASK))) == 1.0
-    assert seen["output"].startswith("say 'a' && {model} 7 http://127.0.0.1:1/r/k/v1 k http://127.0.0.1:1/r/k k m")
+    assert seen["output"].startswith(
+        "say 'a' && {model} 7 http://127.0.0.1:1/r/k/v1 k http://127.0.0.1:1/r/k k m"
+    )
     assert (
         seen["made"]
         and not os.path.exists(seen["folder"])
@@ -167,7 +180,9 @@ def check_ended(pid):
     raise AssertionError("what the command started still runs")
 
 
-@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])  # Ray's actors have uvloop's
+@pytest.mark.parametrize(
+    "loop", [asyncio.new_event_loop, uvloop.new_event_loop]
+)  # Ray's actors have uvloop's
 def test_a_time_limit_ends_a_command_and_all_that_it_started(tmp_path, loop):
     agent = command_agent(tmp_path, SLEEPS, "{python} {script} " + str(tmp_path / "pid"))
     begun, handles = time.monotonic(), []
@@ -187,7 +202,10 @@ def test_a_time_limit_ends_a_command_and_all_that_it_started(tmp_path, loop):
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_a_command_that_leaves_processes_behind_ends_with_them(tmp_path, loop):
-    script = SHOWS + "import subprocess\nquiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
+    script = (
+        SHOWS
+        + "import subprocess\nquiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
+    )
     script += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '60'], **quiet).pid))\n"
     begun = time.monotonic()
     with asyncio.Runner(loop_factory=loop) as runner:

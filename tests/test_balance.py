@@ -43,7 +43,9 @@ class Layer(nn.Module):
     def forward(self, x):
         """x [B, T, 8] -> [B, T, 8]."""
         weights, used = self.gate(x.flatten(0, 1))  # [B * T, K] each
-        out = torch.einsum("nd,nkdh,nk->nh", x.flatten(0, 1), self.experts[used], weights)  # [B * T, 8]
+        out = torch.einsum(
+            "nd,nkdh,nk->nh", x.flatten(0, 1), self.experts[used], weights
+        )  # [B * T, 8]
         return x + torch.tanh(out).view(x.shape)
 
 
@@ -72,14 +74,20 @@ def rows_of(lengths, replayed=True):
     for i, n in enumerate(lengths):
         row = segment(n, [(n // 2, n)], seed=i)
         if replayed:
-            row.experts = np.where(rng.random((n, 3, 1)) < 0.6, [0, 1], [2, 5]).astype(np.uint8)  # [T, layers, K]
+            row.experts = np.where(rng.random((n, 3, 1)) < 0.6, [0, 1], [2, 5]).astype(
+                np.uint8
+            )  # [T, layers, K]
             row.experts_ok = np.arange(n) < n - 1
         rows.append(row)
     return rows
 
 
 LENGTHS = [5, 9, 4, 12, 6]
-DEALS = {"one": [[0, 1, 2, 3, 4]], "three": [[3], [1, 4], [0, 2]], "an empty one": [[3, 1, 4], [], [0, 2]]}
+DEALS = {
+    "one": [[0, 1, 2, 3, 4]],
+    "three": [[3], [1, 4], [0, 2]],
+    "an empty one": [[3, 1, 4], [], [0, 2]],
+}
 
 
 class Update:
@@ -127,7 +135,12 @@ def by_hand(update) -> float:
     """The mean over layers of E · sum f_i · P_i over the rows' tokens, in plain loops from the logits of the forward."""
     layers = []
     for name, batches in update.logits.items():
-        slots, mass, tokens, layer = [0] * E, [0.0] * E, 0, int(name.split("layers.")[1].split(".")[0])
+        slots, mass, tokens, layer = (
+            [0] * E,
+            [0.0] * E,
+            0,
+            int(name.split("layers.")[1].split(".")[0]),
+        )
         for micro, logits in zip(update.micros, batches):
             for b, row in enumerate(update.rows[i] for i in micro.rows):
                 for t in range(len(row)):
@@ -162,9 +175,15 @@ def agrees(bar=1e-6, **how) -> bool:
 def slope_agrees(**how) -> bool:
     """Whether the gates' gradients are the slope of policy loss and balance, the load held as it was before the update."""
     update = Update("three", **how).learn()
-    for gate, gradient in [(gate, update.gradients[f"{name}.weight"]) for name, gate in update.gates.items()]:
+    for gate, gradient in [
+        (gate, update.gradients[f"{name}.weight"]) for name, gate in update.gates.items()
+    ]:
         found, move = [], 2e-3 * gradient / gradient.norm()
-        for at in (1, -2, 1):  # one move forwards, then to one move backwards, then to where it began
+        for at in (
+            1,
+            -2,
+            1,
+        ):  # one move forwards, then to one move backwards, then to where it began
             with torch.no_grad():
                 gate.weight += at * move
             m = update.learn().metrics

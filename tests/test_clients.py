@@ -29,15 +29,23 @@ CLIENTS = HERE.parent / ".clients"
 LIMIT = 60  # seconds of one process; they need one to eight
 ALIVE = 0.05  # seconds between two keep-alives
 TASK = "What are 1200+34, 5600+78 and 9000+9?"
-SUMS = ("1234", "5678", "9009")  # no script says them, so each stands in a row only if a tool's output got there
+SUMS = (
+    "1234",
+    "5678",
+    "9009",
+)  # no script says them, so each stands in a row only if a tool's output got there
 FINAL = "All sums are done \u2713 \u00fc."
 TITLE = "Adding numbers"
-WINDOW = 1 << 20  # a coding agent's first prompt has 80 kB, and the test's tokenizer knows few words
+WINDOW = (
+    1 << 20
+)  # a coding agent's first prompt has 80 kB, and the test's tokenizer knows few words
 
 
 def call(name: str, **arguments) -> str:
     # blanks and an order that no client would choose itself, so that an echo that was written anew shows
-    inner = ",  ".join(f"{json.dumps(k)}:   {json.dumps(v)}" for k, v in reversed(arguments.items()))
+    inner = ",  ".join(
+        f"{json.dumps(k)}:   {json.dumps(v)}" for k, v in reversed(arguments.items())
+    )
     return f"<call>{name} {{{inner}}}</call>"
 
 
@@ -47,7 +55,11 @@ def adds(a: int, b: int) -> str:
 
 def script(add=adds, final: str = FINAL) -> list[str]:
     """A call, two calls at once, the end."""
-    return [f"<think>one\n by one</think>I add.\n{add(1200, 34)}", f"{add(5600, 78)}{add(9000, 9)}", final]
+    return [
+        f"<think>one\n by one</think>I add.\n{add(1200, 34)}",
+        f"{add(5600, 78)}{add(9000, 9)}",
+        final,
+    ]
 
 
 class Policy(Engine):
@@ -56,7 +68,7 @@ class Policy(Engine):
     A request without tools wants a title. One with a key of `others` in a user message is a sub-agent's.
     """
 
-    def __init__(self, chat, *say, others=None):  # noqa: F811
+    def __init__(self, chat, *say, others=None):
         super().__init__(chat, *say)
         self.others = others or {}
 
@@ -116,11 +128,13 @@ async def process(command: list[str], env: dict, cwd: Path) -> tuple[int, str, s
         os.killpg(run.pid, signal.SIGKILL)
     out, err = (data.decode(errors="replace") for data in await asyncio.wait_for(collect, 10))
     if not done:
-        pytest.fail(f"{Path(command[0]).name} hangs: {' '.join(command)}\n{out[-2000:]}\n{err[-2000:]}")
+        pytest.fail(
+            f"{Path(command[0]).name} hangs: {' '.join(command)}\n{out[-2000:]}\n{err[-2000:]}"
+        )
     return run.returncode, out, err
 
 
-def drive(chat, folder: Path, say, *commands, env=None, files=None, code=0, **more) -> Ran:  # noqa: F811
+def drive(chat, folder: Path, say, *commands, env=None, files=None, code=0, **more) -> Ran:
     """Run a client, once for each command and always in the same home, against a server whose policy says `say`.
 
     In commands, env and files {url} stands for the rollout's base URL, {task} for the task and {work} for the folder that the
@@ -147,23 +161,37 @@ def drive(chat, folder: Path, say, *commands, env=None, files=None, code=0, **mo
                 text = str(text).replace(mark, str(value))
             return text
 
-        policy.script = [fill(entry) if isinstance(entry, str) else entry for entry in policy.script]
+        policy.script = [
+            fill(entry) if isinstance(entry, str) else entry for entry in policy.script
+        ]
         for name, text in (files or {}).items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(fill(text))
         refused = f"http://127.0.0.1:{outside.sockets[0].getsockname()[1]}"
-        full = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TERM": "dumb", "HOME": str(home), "CI": "1"}
+        full = {
+            "PATH": os.environ["PATH"],
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "HOME": str(home),
+            "CI": "1",
+        }
         full |= {
-            name: refused for kind in ("http", "https", "all") for name in (f"{kind}_proxy", f"{kind}_PROXY".upper())
+            name: refused
+            for kind in ("http", "https", "all")
+            for name in (f"{kind}_proxy", f"{kind}_PROXY".upper())
         }
         full |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
         full |= {k: fill(v) for k, v in (env or {}).items()}
         if "closes" in more:
 
             async def close(ids, *_):
-                if len(policy.script) > more["closes"] or not chat.tokenizer.decode(ids[:9]).startswith("tools "):
+                if len(policy.script) > more["closes"] or not chat.tokenizer.decode(
+                    ids[:9]
+                ).startswith("tools "):
                     return await policy.generate(ids, *_)
-                asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(app.close(key)))
+                asyncio.get_running_loop().call_later(
+                    0.1, lambda: asyncio.ensure_future(app.close(key))
+                )
                 await asyncio.sleep(LIMIT)
 
             forest.generate = close
@@ -193,7 +221,9 @@ def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0) -> None:
     rows = forest.segments(Result(), 0, 0)
     trained = texts(forest)
     assert trained.count(say) == 1, trained
-    assert all(t == [TITLE] for t in trained if t != say) and len(forest.nodes) - len(say) <= titles, trained
+    assert (
+        all(t == [TITLE] for t in trained if t != say) and len(forest.nodes) - len(say) <= titles
+    ), trained
     row = rows[trained.index(say)]
     for a, b, mark in row.replies:
         assert mark == digest(row.tokens[:a], row.tokens[a:b], row.logprobs[a:b], row.versions[a:b])
@@ -205,7 +235,11 @@ def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0) -> None:
     assert SUMS[0] in between[0] and all(s in between[1] for s in SUMS[1:]), between
     assert TASK in tokenizer.decode(row.tokens[: row.replies[0][0]])
     counts = forest.counts
-    tiers = {k.removeprefix("server/echo_"): n for k, n in counts.items() if k.startswith("server/echo_") and n}
+    tiers = {
+        k.removeprefix("server/echo_"): n
+        for k, n in counts.items()
+        if k.startswith("server/echo_") and n
+    }
     # each reply but the last came back and was found; what came back again was known by then
     assert set(tiers) == echoes and sum(tiers.values()) == len(say) - 1, tiers
     assert not any(counts[f"server/{k}"] for k in ("rewritten", "replayed", "constrained")), counts
@@ -220,43 +254,51 @@ ANTHROPIC = {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "any"}
 
 
 @pytest.mark.parametrize("mode", [[], ["stream"]], ids=["whole", "stream"])
-def test_openai_chat_is_one_row(chat, tmp_path, mode):  # noqa: F811
+def test_openai_chat_is_one_row(chat, tmp_path, mode):
     ran = drive(chat, tmp_path, script(), python("openai_chat.py", *mode), env=OPENAI)
     holds(ran, script(), {"T0"})
     assert ran.outside == []
 
 
 @pytest.mark.parametrize("mode", ["whole", "stream", "previous"])
-def test_openai_responses_are_one_row(chat, tmp_path, mode):  # noqa: F811
+def test_openai_responses_are_one_row(chat, tmp_path, mode):
     ran = drive(chat, tmp_path, script(), python("openai_responses.py", mode), env=OPENAI)
     holds(ran, script(), {"T0"})
     assert ran.outside == []
 
 
 @pytest.mark.parametrize("mode", [[], ["stream"]], ids=["whole", "stream"])
-def test_anthropic_messages_are_one_row(chat, tmp_path, mode):  # noqa: F811
+def test_anthropic_messages_are_one_row(chat, tmp_path, mode):
     ran = drive(chat, tmp_path, script(), python("anthropic_messages.py", *mode), env=ANTHROPIC)
     holds(ran, script(), {"T1"})
     assert ran.outside == []
 
 
-def test_anthropic_tool_runner_is_one_row(chat, tmp_path):  # noqa: F811
+def test_anthropic_tool_runner_is_one_row(chat, tmp_path):
     ran = drive(chat, tmp_path, script(), python("anthropic_runner.py"), env=ANTHROPIC)
     holds(ran, script(), {"T1"})
     assert ran.outside == []
 
 
 # over Chat Completions it drops the reasoning
-@pytest.mark.parametrize("mode,echoes", [("chat", {"T0", "T1"}), ("responses", {"T0"}), ("previous", {"T0"})])
-def test_openai_agents_is_one_row(chat, tmp_path, mode, echoes):  # noqa: F811
+@pytest.mark.parametrize(
+    "mode,echoes", [("chat", {"T0", "T1"}), ("responses", {"T0"}), ("previous", {"T0"})]
+)
+def test_openai_agents_is_one_row(chat, tmp_path, mode, echoes):
     env = OPENAI | {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
     ran = drive(chat, tmp_path, script(), python("agents_runner.py", mode), env=env)
     holds(ran, script(), echoes)
     assert ran.outside == []
 
 
-def test_langgraph_is_one_row(chat, tmp_path):  # noqa: F811
-    ran = drive(chat, tmp_path, script(), python("langgraph_react.py"), env=OPENAI | {"LANGSMITH_TRACING": "false"})
+def test_langgraph_is_one_row(chat, tmp_path):
+    ran = drive(
+        chat,
+        tmp_path,
+        script(),
+        python("langgraph_react.py"),
+        env=OPENAI | {"LANGSMITH_TRACING": "false"},
+    )
     holds(ran, script(), {"T1"})
     assert ran.outside == []
 
@@ -272,19 +314,21 @@ LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         ("anthropic/policy", {"ANTHROPIC_API_BASE": "{url}", "ANTHROPIC_API_KEY": "any"}, {"T1"}),
     ],
 )
-def test_litellm_is_one_row(chat, tmp_path, model, env, echoes):  # noqa: F811
+def test_litellm_is_one_row(chat, tmp_path, model, env, echoes):
     ran = drive(chat, tmp_path, script(), python("litellm_loop.py", model), env=LITELLM | env)
     holds(ran, script(), echoes)
     assert ran.outside == []
 
 
-def test_mini_swe_agent_is_one_row(chat, tmp_path):  # noqa: F811
+def test_mini_swe_agent_is_one_row(chat, tmp_path):
     end = call("bash", command=f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo '{FINAL}'")
     say = script(lambda a, b: call("bash", command=f"expr {a} + {b}"), f"Done.{end}")
     env = OPENAI | LITELLM | {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
     env |= {"MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
     command = [CLIENTS / "bin/mini", "-y", "--exit-immediately", "-m", "openai/policy", "-t", TASK]
-    ran = drive(chat, tmp_path, say, [*command, "-c", "mini.yaml", "-o", tmp_path / "out.json"], env=env)
+    ran = drive(
+        chat, tmp_path, say, [*command, "-c", "mini.yaml", "-o", tmp_path / "out.json"], env=env
+    )
     holds(ran, say, {"T0"})
     assert ran.outside == []
 
@@ -307,8 +351,10 @@ class Agent:
     def add(self, a: int, b: int) -> str:
         return self.shell(f"expr {a} + {b}")
 
-    def run(self, chat, folder, say, *commands, **more) -> Ran:  # noqa: F811
-        ran = drive(chat, folder, say, *(commands or [self.command]), env=self.env, files=self.files, **more)
+    def run(self, chat, folder, say, *commands, **more) -> Ran:
+        ran = drive(
+            chat, folder, say, *(commands or [self.command]), env=self.env, files=self.files, **more
+        )
         assert len(ran.outside) <= self.outside, ran.outside
         return ran
 
@@ -332,7 +378,12 @@ plugins = false
 def opencode(package: str) -> Agent:
     provider = {"npm": package, "options": {"baseURL": "{url}/v1", "apiKey": "any"}}
     provider["models"] = {"policy": {"limit": {"context": WINDOW, "output": 4096}}}
-    config = {"provider": {"rollout": provider}, "model": "rollout/policy", "autoupdate": False, "share": "disabled"}
+    config = {
+        "provider": {"rollout": provider},
+        "model": "rollout/policy",
+        "autoupdate": False,
+        "share": "disabled",
+    }
     return Agent(
         [BIN / "opencode", "run", "{task}"],
         lambda command: call("bash", command=command, description="Adds"),
@@ -340,21 +391,34 @@ def opencode(package: str) -> Agent:
         lambda task: call("task", description="Adds", prompt=task, subagent_type="general"),
         [BIN / "opencode", "run", "{task}", "-c"],
         {"T1"},
-        {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_PURE": "1", "OPENCODE_CONFIG_CONTENT": json.dumps(config)},
+        {
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_PURE": "1",
+            "OPENCODE_CONFIG_CONTENT": json.dumps(config),
+        },
         outside=1,  # it installs the types of plugins in the background, and goes on when it cannot
         titles=1,
     )
 
 
 CLAUDE = [BIN / "claude", "-p", "{task}", "--model", "policy", "--allowedTools", "Bash"]
-EXEC = [BIN / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+EXEC = [
+    BIN / "codex",
+    "exec",
+    "--skip-git-repo-check",
+    "--dangerously-bypass-approvals-and-sandbox",
+]
 AGENTS = {
     "claude": Agent(
         CLAUDE,
         lambda command: call("Bash", command=command, description="Adds"),
         lambda path: call("Read", file_path=path),
         lambda task: call(
-            "Agent", description="Adds", prompt=task, subagent_type="general-purpose", run_in_background=False
+            "Agent",
+            description="Adds",
+            prompt=task,
+            subagent_type="general-purpose",
+            run_in_background=False,
         ),
         [*CLAUDE, "--continue"],
         {"T1"},
@@ -378,14 +442,14 @@ FEW = ["claude", "codex", "opencode-chat"]
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_coding_agent_is_one_row(chat, tmp_path, name):  # noqa: F811
+def test_coding_agent_is_one_row(chat, tmp_path, name):
     agent = AGENTS[name]
     say = script(agent.add)
     holds(agent.run(chat, tmp_path, say), say, agent.echoes, agent.titles)
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_stream_that_breaks_is_asked_for_again_and_stays_one_row(chat, tmp_path, name):  # noqa: F811
+def test_a_stream_that_breaks_is_asked_for_again_and_stays_one_row(chat, tmp_path, name):
     """The engine fails after the stream has begun: Claude Code asks again without one, the others as before."""
     agent = AGENTS[name]
     first, *rest = script(agent.add)
@@ -394,7 +458,7 @@ def test_a_stream_that_breaks_is_asked_for_again_and_stays_one_row(chat, tmp_pat
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_conversation_that_a_second_process_takes_up_goes_on_in_its_row(chat, tmp_path, name):  # noqa: F811
+def test_a_conversation_that_a_second_process_takes_up_goes_on_in_its_row(chat, tmp_path, name):
     agent = AGENTS[name]
     say = [*script(agent.add, "Half."), *script(agent.add)]
     ran = agent.run(chat, tmp_path, say, agent.command, agent.resume)
@@ -403,11 +467,13 @@ def test_a_conversation_that_a_second_process_takes_up_goes_on_in_its_row(chat, 
 
 def wait_for(n: int):
     """Codex waits for the agents that it names, by ids that it learns when they start."""
-    return lambda text: call("wait_agent", targets=[re.findall(r'"agent_id":"([0-9a-f-]+)"', text)[n]])
+    return lambda text: call(
+        "wait_agent", targets=[re.findall(r'"agent_id":"([0-9a-f-]+)"', text)[n]]
+    )
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_sub_agents_at_the_same_time_are_rows_of_their_own(chat, tmp_path, name):  # noqa: F811
+def test_sub_agents_at_the_same_time_are_rows_of_their_own(chat, tmp_path, name):
     agent = AGENTS[name]
     others = {f"Do part {i}.": [agent.add(i, i), f"Part {i} is ready."] for i in (1, 2)}
     lines = [list(say) for say in others.values()]
@@ -424,16 +490,20 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEklEQVR4nGP4z8CAFWEXHbQ
 
 
 @pytest.mark.parametrize("name", ["claude", "codex", "opencode-responses", "opencode-messages"])
-def test_an_agent_that_looks_at_a_picture_goes_on(chat, tmp_path, name):  # noqa: F811
+def test_an_agent_that_looks_at_a_picture_goes_on(chat, tmp_path, name):
     agent = AGENTS[name]
-    say = [agent.shell(f"echo {PIXEL} | base64 -d > x.png"), agent.look(str(tmp_path / "work/x.png")), FINAL]
+    say = [
+        agent.shell(f"echo {PIXEL} | base64 -d > x.png"),
+        agent.look(str(tmp_path / "work/x.png")),
+        FINAL,
+    ]
     ran = agent.run(chat, tmp_path, say)
     (row,) = [r for r, t in zip(ran.forest.segments(Result(), 0, 0), texts(ran.forest)) if t == say]
     assert "which this model cannot see" in chat.text(row.tokens) and FINAL in ran.out
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_ends_by_itself_when_its_rollout_has_ended(chat, tmp_path, name):  # noqa: F811
+def test_an_agent_ends_by_itself_when_its_rollout_has_ended(chat, tmp_path, name):
     """Codex asks five times more, within seconds; none waits for a server that will not answer."""
     agent = AGENTS[name]
     began = time.monotonic()
@@ -441,11 +511,13 @@ def test_an_agent_ends_by_itself_when_its_rollout_has_ended(chat, tmp_path, name
     assert "this rollout has ended" in ran.out + ran.err and time.monotonic() - began < 30
 
 
-def test_claude_code_that_compacts_its_context_goes_on_in_a_second_row(chat, tmp_path):  # noqa: F811
+def test_claude_code_that_compacts_its_context_goes_on_in_a_second_row(chat, tmp_path):
     """The window is too small for the second long output. The summary is a branch, what follows it is a new beginning."""
     agent = AGENTS["claude"]
     long = agent.shell("seq 1 600")
     summary = "<analysis>a</analysis>\n<summary>Sums were done.</summary>"
-    ran = agent.run(chat, tmp_path, [agent.add(1, 2), long, long, summary, agent.add(3, 4), FINAL], window=12000)
+    ran = agent.run(
+        chat, tmp_path, [agent.add(1, 2), long, long, summary, agent.add(3, 4), FINAL], window=12000
+    )
     assert texts(ran.forest) == [[agent.add(1, 2), long, long], [summary], [agent.add(3, 4), FINAL]]
     assert FINAL in ran.out

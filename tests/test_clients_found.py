@@ -30,17 +30,26 @@ def item(call):
     "read,key,history,tool",
     [
         (read_messages, "messages", block, {"name": "f", "input_schema": {"type": "object"}}),
-        (read_responses, "input", item, {"type": "function", "name": "f", "parameters": {"type": "object"}}),
+        (
+            read_responses,
+            "input",
+            item,
+            {"type": "function", "name": "f", "parameters": {"type": "object"}},
+        ),
     ],
 )
-def test_an_image_that_a_tool_returns_is_said_to_be_unseen_and_the_run_goes_on(chat, read, key, history, tool):  # noqa: F811
+def test_an_image_that_a_tool_returns_is_said_to_be_unseen_and_the_run_goes_on(
+    chat, read, key, history, tool
+):
     """Claude Code, Codex and opencode offer to look at pictures, and a 400 ends all of them: one call would cost the run."""
 
     async def go():
         c = Client(chat, CALL, "done")
 
         async def ask(turns):
-            (node,) = c.forest.answer(read({key: [{"role": "user", "content": "q"}, *turns], "tools": [tool]}, {}))
+            (node,) = c.forest.answer(
+                read({key: [{"role": "user", "content": "q"}, *turns], "tools": [tool]}, {})
+            )
             await node.task
             c.forest.left(node, True, 0)
             return node
@@ -54,7 +63,9 @@ def test_an_image_that_a_tool_returns_is_said_to_be_unseen_and_the_run_goes_on(c
     run(go())
 
 
-def test_an_image_of_the_users_own_is_refused_as_before(chat):  # noqa: F811
+def test_an_image_of_the_users_own_is_refused_as_before(chat):
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
     with pytest.raises(BadRequest, match="reads text only"):
-        Client(chat).forest.answer(read_chat({"messages": [{"role": "user", "content": [image]}], "tools": [TOOL]}, {}))
+        Client(chat).forest.answer(
+            read_chat({"messages": [{"role": "user", "content": [image]}], "tools": [TOOL]}, {})
+        )

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def learners(process_group, tiny):
     def build(**flags):
-        cfg = train.Config(model=f"{tiny}/dense", dtype="float32", estimator="gae", steps=100, **flags)
+        cfg = train.Config(
+            model=f"{tiny}/dense", dtype="float32", estimator="gae", steps=100, **flags
+        )
         policy, critic = train.build_policy(cfg, "cpu"), train.build_critic(cfg, "cpu")
         return cfg, {"policy": policy, "critic": critic}
 
@@ -70,5 +72,9 @@ def test_a_critic_is_saved_and_resumed_with_its_optimizer_and_schedule(learners,
         assert torch.equal(p, loaded)
         moved += not torch.equal(weights[name], loaded)
     assert moved > 5 and "value_head.weight" in weights
-    assert again["critic"].scheduler.get_last_lr() == made["critic"].scheduler.get_last_lr() != [cfg.critic_lr]
+    assert (
+        again["critic"].scheduler.get_last_lr()
+        == made["critic"].scheduler.get_last_lr()
+        != [cfg.critic_lr]
+    )
     assert learn(cfg, made["critic"], 2) == pytest.approx(learn(cfg, again["critic"], 2), rel=1e-6)

@@ -14,7 +14,10 @@ from rollout import Rollouts, demonstrate
 from server import Chat
 from train import Config
 
-TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object"}},
+}
 ENDS = {name: special.split(" ")[0] for name, special in TEMPLATES.items()} | {"glm": "<|user|>"}
 TALK = [
     {"role": "user", "content": "first"},
@@ -35,17 +38,27 @@ def said(chat, row):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_exactly_the_assistant_s_turns_are_trained_each_with_the_token_that_ends_it(name):
     chat, _ = load(name)
-    before = {"glm": "\n<think></think>\n", "qwen3": EMPTY, "deepseek": "\n</think>\n\n"}.get(name, "")
+    before = {"glm": "\n<think></think>\n", "qwen3": EMPTY, "deepseek": "\n</think>\n\n"}.get(
+        name, ""
+    )
     end = ENDS[name]
     rows = rows_of(chat, TALK)
-    assert [text for row in rows for text in said(chat, row)] == [f"{before}one <b> 42{end}", f"{before}two{end}"]
+    assert [text for row in rows for text in said(chat, row)] == [
+        f"{before}one <b> 42{end}",
+        f"{before}two{end}",
+    ]
     for row in rows:
         trained = np.zeros(len(row), bool)
         for a, b, _ in row.replies:
             trained[a:b] = True
         assert (row.mask == trained).all() and row.mask[-1]
-    assert len(rows) == (2 if name == "deepseek" else 1)  # its prompts begin with no earlier rendering
-    if name not in ("deepseek", "qwen3"):  # Qwen3 shows earlier turns without the empty thought that it prompts
+    assert len(rows) == (
+        2 if name == "deepseek" else 1
+    )  # its prompts begin with no earlier rendering
+    if name not in (
+        "deepseek",
+        "qwen3",
+    ):  # Qwen3 shows earlier turns without the empty thought that it prompts
         shown = chat.tokenizer.apply_chat_template(TALK, tokenize=False)
         whole = chat.tokenizer.decode(rows[0].tokens)
         assert shown.rstrip().removesuffix(end) == whole.removesuffix(end)
@@ -71,7 +84,10 @@ def test_a_tool_call_is_demonstrated_in_the_template_s_own_format(name):
 def test_tool_calls_that_a_template_does_not_show_again_are_refused():
     chat, _ = load("deepseek")
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     with pytest.raises(ValueError, match="tool calls cannot be demonstrated"):
         rows_of(chat, messages, tools=[TOOL])
 
@@ -80,9 +96,9 @@ def test_old_reasoning_that_the_template_strips_is_trained_in_a_row_of_its_own()
     chat, _ = load("qwen3")
     messages = [TALK[0], TALK[1] | {"reasoning_content": "hm"}, *TALK[2:]]
     first, second = rows_of(chat, messages)
-    assert said(chat, first) == ["<think>\nhm\n</think>\n\none <b> 42<|im_end|>"] and said(chat, second)[0].endswith(
-        "two<|im_end|>"
-    )
+    assert said(chat, first) == ["<think>\nhm\n</think>\n\none <b> 42<|im_end|>"] and said(
+        chat, second
+    )[0].endswith("two<|im_end|>")
     assert "hm" not in chat.tokenizer.decode(second.tokens) and len(second.replies) == 1
 
 
@@ -97,14 +113,16 @@ def test_a_label_is_the_reply_to_a_prompt_that_ends_with_the_user():
 def test_characters_of_a_special_token_are_text_and_parts_are_encoded_one_by_one():
     chat, eos = load("chatml")
     (row,) = rows_of(chat, "q", label="a<|im_end|>b")
-    assert row.tokens[row.mask].tolist().count(chat.tokenizer.eos_token_id) == 1 and said(chat, row) == [
-        "a<|im_end|>b<|im_end|>"
-    ]
+    assert row.tokens[row.mask].tolist().count(chat.tokenizer.eos_token_id) == 1 and said(
+        chat, row
+    ) == ["a<|im_end|>b<|im_end|>"]
     text = "First calc"
     whole, parts = chat.encode(text), [*chat.encode("Fir"), *chat.encode("st calc")]
     assert whole != parts
     pieces = [{"type": "text", "text": "Fir"}, {"type": "text", "text": "st calc"}]
-    (row,) = rows_of(chat, [{"role": "user", "content": "q"}, {"role": "assistant", "content": pieces}])
+    (row,) = rows_of(
+        chat, [{"role": "user", "content": "q"}, {"role": "assistant", "content": pieces}]
+    )
     assert row.tokens[row.mask].tolist() == [*parts, chat.tokenizer.eos_token_id]
 
 
@@ -124,7 +142,9 @@ def test_text_in_parts_loses_neither_tool_calls_nor_reasoning(name):
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     more = {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call]}
     (text,) = rows_of(chat, [TALK[0], more | {"content": "look"}], tools=[TOOL])
-    one, two = ([{"type": "text", "text": part} for part in parts] for parts in (["look"], ["lo", "ok"]))
+    one, two = (
+        [{"type": "text", "text": part} for part in parts] for parts in (["look"], ["lo", "ok"])
+    )
     (row,) = rows_of(chat, [TALK[0], more | {"content": one}], tools=[TOOL])
     assert row.tokens.tolist() == text.tokens.tolist() and row.mask.tolist() == text.mask.tolist()
     (row,) = rows_of(chat, [TALK[0], more | {"content": two}], tools=[TOOL])
@@ -157,7 +177,13 @@ def test_every_demonstration_is_trained_once_a_pass_and_what_the_last_batch_lack
     batches = batches_of(demonstrations())
     assert [len(batch["rows"]) for batch, _ in batches] == [2, 2, 1]
     texts = [t for _, rows in batches for row in rows for t in said(chat, row)]
-    assert [t.partition("<answer>")[2].partition("<")[0] for t in texts] == ["0", "2", "4", "6", "8"]
+    assert [t.partition("<answer>")[2].partition("<")[0] for t in texts] == [
+        "0",
+        "2",
+        "4",
+        "6",
+        "8",
+    ]
 
 
 def test_a_resumed_run_goes_on_with_the_next_demonstration_whatever_the_size_of_its_batches():
@@ -168,19 +194,30 @@ def test_a_resumed_run_goes_on_with_the_next_demonstration_whatever_the_size_of_
 
 def test_what_max_context_cuts_off_is_counted():
     batches = batches_of(demonstrations(n=2, max_context=12))
-    assert train.batch_metrics(batches[0][0])["rollouts/truncated"] == 2 and not batches[0][0]["rows"]
+    assert (
+        train.batch_metrics(batches[0][0])["rollouts/truncated"] == 2 and not batches[0][0]["rows"]
+    )
 
 
 def test_a_row_without_a_reply_is_refused_before_the_run_with_exit_code_2(tmp_path, capsys):
     rows = [{"prompt": "one", "label": "1"}, {"prompt": [{"role": "user", "content": "two"}]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--estimator", "sft", "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "run")]
+    flags = [
+        "--estimator",
+        "sft",
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert train.main(flags) == 2
     assert "row 1 has no assistant message and no 'label' to learn" in capsys.readouterr().err
 
 
 def test_a_demonstration_that_a_template_cannot_show_names_its_fault():
     pool = demonstrations(n=1)
-    pool.rows[0] = {"prompt": [{"role": "user", "content": "?"}, {"role": "system", "content": "!"}]}
+    pool.rows[0] = {
+        "prompt": [{"role": "user", "content": "?"}, {"role": "system", "content": "!"}]
+    }
     with pytest.raises(BadInput, match="without a reply of the assistant"):
         batches_of(pool)

@@ -46,7 +46,9 @@ CONFIGS = [
     config(whiten=True),
     config(lam=0.95, kl_coef=0.1, kl_type="k3"),
     config(gamma=0.9, lam=0.8, whiten=True, kl_coef=0.5, kl_type="k2", bootstrap_truncated=True),
-    config(gamma=0.9, lam=0.0, kl_coef=0.3, reward_weights=(1.0, 0.5, -2.0), bootstrap_truncated=True),
+    config(
+        gamma=0.9, lam=0.0, kl_coef=0.3, reward_weights=(1.0, 0.5, -2.0), bootstrap_truncated=True
+    ),
     config(gamma=0.0, lam=1.0, kl_coef=0.3),
 ]
 
@@ -78,7 +80,11 @@ def rollout_formula(name, batch, cfg):
             case "maxrl":
                 return (own - mean) / mean if mean > 0 else 0.0
             case "lite_ppo":
-                return (own - mean) / (statistics.stdev(rewards) + 1e-6) if len(set(rewards)) > 1 else 0.0
+                return (
+                    (own - mean) / (statistics.stdev(rewards) + 1e-6)
+                    if len(set(rewards)) > 1
+                    else 0.0
+                )
             case "opo":
                 count = sum(tokens[i] for i in group)
                 return own - sum(tokens[i] * rewards[i] for i in group) / count if count else 0.0
@@ -87,7 +93,10 @@ def rollout_formula(name, batch, cfg):
         return [one(r) for r in range(len(rewards))]
     named = batch.named_rewards.T.tolist()
     weights = cfg.reward_weights or [1.0] * len(named)
-    sums = [math.fsum(w * normalised(x, r) for w, x in zip(weights, named, strict=True)) for r in range(len(rewards))]
+    sums = [
+        math.fsum(w * normalised(x, r) for w, x in zip(weights, named, strict=True))
+        for r in range(len(rewards))
+    ]
     std = statistics.stdev(sums) if len(sums) > 1 else 0.0
     return [(x - math.fsum(sums) / len(sums)) / (std + 1e-6) if std > 1e-12 else 0.0 for x in sums]
 
@@ -101,9 +110,15 @@ def row_formula(name, batch, cfg, b):
     """The advantages of one row before whitening, for the estimators that look at its tokens."""
     row, r = batch.mask[b].tolist(), int(batch.rollout[b])
     steps, out = [t for t, m in enumerate(row) if m], [0.0] * len(row)
-    kls = {t: kl_formula(batch.old_logprobs[b, t].item(), batch.ref_logprobs[b, t].item(), cfg.kl_type) for t in steps}
+    kls = {
+        t: kl_formula(batch.old_logprobs[b, t].item(), batch.ref_logprobs[b, t].item(), cfg.kl_type)
+        for t in steps
+    }
     values = {t: batch.values[b, t].item() for t in steps}
-    later, value = 0.0, values[steps[-1]] if steps and cfg.bootstrap_truncated and batch.truncated[r] else 0.0
+    later, value = (
+        0.0,
+        values[steps[-1]] if steps and cfg.bootstrap_truncated and batch.truncated[r] else 0.0,
+    )
     for t in reversed(steps):
         rho = -cfg.kl_coef * kls[t] + (batch.rewards[r].item() if t == steps[-1] else 0.0)
         if name == "reinforce":
@@ -112,7 +127,9 @@ def row_formula(name, batch, cfg, b):
             later = rho + cfg.gamma * value - values[t] + cfg.gamma * cfg.lam * later
             value = values[t]
         elif name == "opd":
-            later = -cfg.kl_coef * (batch.old_logprobs[b, t].item() - batch.ref_logprobs[b, t].item())
+            later = -cfg.kl_coef * (
+                batch.old_logprobs[b, t].item() - batch.ref_logprobs[b, t].item()
+            )
         elif name == "sft":
             later = 1.0
         out[t] = later
@@ -124,10 +141,14 @@ def formula(name, batch, cfg):
     mask, rollout = batch.mask.tolist(), batch.rollout.tolist()
     if name in GROUP_ESTIMATORS:
         values = rollout_formula(name, batch, cfg)
-        rows = [[values[r] if m else 0.0 for m in row] for r, row in zip(rollout, mask, strict=True)]
+        rows = [
+            [values[r] if m else 0.0 for m in row] for r, row in zip(rollout, mask, strict=True)
+        ]
     else:
         rows = [row_formula(name, batch, cfg, b) for b in range(len(mask))]
-    active = [x for xs, ms in zip(rows, mask, strict=True) for x, m in zip(xs, ms, strict=True) if m]
+    active = [
+        x for xs, ms in zip(rows, mask, strict=True) for x, m in zip(xs, ms, strict=True) if m
+    ]
     if name in ("reinforce", "reinforce_baseline", "gae") and cfg.whiten and active:
         mean = math.fsum(active) / len(active)
         scale = math.sqrt(max(math.fsum((x - mean) ** 2 for x in active) / len(active), 1e-8))
@@ -143,12 +164,19 @@ def with_tokens(batch, seed=0, junk=(math.nan, math.inf, -math.inf, 1e30)):
     rng = random.Random(seed)
 
     def tensor(low, high):
-        x = [[rng.uniform(low, high) if m else rng.choice(junk) for m in row] for row in batch.mask.tolist()]
+        x = [
+            [rng.uniform(low, high) if m else rng.choice(junk) for m in row]
+            for row in batch.mask.tolist()
+        ]
         return torch.tensor(x, dtype=D)
 
     truncated = torch.tensor([rng.random() < 0.5 for _ in batch.rewards])
     return replace(
-        batch, old_logprobs=tensor(-3, 0), ref_logprobs=tensor(-3, 0), values=tensor(-2, 2), truncated=truncated
+        batch,
+        old_logprobs=tensor(-3, 0),
+        ref_logprobs=tensor(-3, 0),
+        values=tensor(-2, 2),
+        truncated=truncated,
     )
 
 
@@ -157,13 +185,22 @@ def random_batch(seed):
     rng = random.Random(seed)
     # A group of three at least: named rewards of two rollouts may cancel, and gdpo divides their rounding by 1e-6.
     sizes = [rng.randint(3, 6)] + [rng.randint(1, 6) for _ in range(rng.randint(0, 4))]
-    groups = [g for g, n in zip(rng.sample(range(-9, 99), len(sizes)), sizes, strict=True) for _ in range(n)]
+    groups = [
+        g
+        for g, n in zip(rng.sample(range(-9, 99), len(sizes)), sizes, strict=True)
+        for _ in range(n)
+    ]
     rng.shuffle(groups)
     equal = {g: rng.random() < 0.3 for g in groups}  # some groups have one reward
     level = {g: rng.uniform(-5, 5) for g in groups}
-    rewards = [level[g] if equal[g] else level[g] + rng.choice([0.0, 1.0, rng.gauss(0, 1)]) for g in groups]
+    rewards = [
+        level[g] if equal[g] else level[g] + rng.choice([0.0, 1.0, rng.gauss(0, 1)]) for g in groups
+    ]
     named = [
-        [level[g] if equal[g] or rng.random() < 0.2 else rng.choice([0.0, 1.0, rng.gauss(0, 1)]) for g in groups]
+        [
+            level[g] if equal[g] or rng.random() < 0.2 else rng.choice([0.0, 1.0, rng.gauss(0, 1)])
+            for g in groups
+        ]
         for _ in range(NAMES)
     ]
     segments = rng.choice([[0, 1, 1, 2, 4], [0, 1, 1, 2, 4], [1]])  # of a rollout
@@ -187,7 +224,12 @@ CASES = [random_batch(seed) for seed in range(60)]
 def agrees(name, estimator, cases=CASES, configs=CONFIGS):
     """Whether the estimator gives the formula's numbers to 1e-10 on every case."""
     return all(
-        torch.allclose(estimator(batch, cfg)[0], torch.tensor(formula(name, batch, cfg), dtype=D), rtol=0, atol=1e-10)
+        torch.allclose(
+            estimator(batch, cfg)[0],
+            torch.tensor(formula(name, batch, cfg), dtype=D),
+            rtol=0,
+            atol=1e-10,
+        )
         for batch in cases
         for cfg in configs
     )
@@ -200,7 +242,14 @@ def one_group(rewards, mask=None, rollout=None, dtype=D):
     rewards = torch.as_tensor(rewards, dtype=D) if isinstance(rewards, list) else rewards
     groups, named = torch.zeros(len(rewards)).long(), rewards[:, None].expand(-1, NAMES)
     return with_tokens(
-        Batch(torch.tensor(mask).bool(), torch.tensor(rollout), rewards, groups, dtype=dtype, named_rewards=named)
+        Batch(
+            torch.tensor(mask).bool(),
+            torch.tensor(rollout),
+            rewards,
+            groups,
+            dtype=dtype,
+            named_rewards=named,
+        )
     )
 
 
@@ -222,7 +271,9 @@ def on_ranks(estimator, batch, cuts, cfg):
             barrier.wait()
             return total
 
-        out[i] = estimator(replace(rows_of(batch, slice(cuts[i], cuts[i + 1])), all_sum=all_sum), cfg)
+        out[i] = estimator(
+            replace(rows_of(batch, slice(cuts[i], cuts[i + 1])), all_sum=all_sum), cfg
+        )
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(cuts) - 1)]
     for thread in threads:
@@ -268,7 +319,12 @@ def worked(mask):
     """Rewards 2, -1, 0.5 in one group, kl 0.1 everywhere, and the critic's values."""
     values = torch.tensor([[0.5, 0.4, 9, 0.3], [9, 0.2, 0.1, 9], [0.6, 9, 9, 9]], dtype=D)
     old = torch.full((3, 4), -1.0, dtype=D)
-    return replace(one_group([2.0, -1.0, 0.5], mask.tolist()), old_logprobs=old, ref_logprobs=old - 0.1, values=values)
+    return replace(
+        one_group([2.0, -1.0, 0.5], mask.tolist()),
+        old_logprobs=old,
+        ref_logprobs=old - 0.1,
+        values=values,
+    )
 
 
 def test_worked_values_of_gae():
@@ -281,7 +337,9 @@ def test_worked_values_of_gae():
     assert (targets - expected).abs().max() < 5e-5
 
 
-@pytest.mark.parametrize("kind, expected", [("k1", (0.5, -1, 0)), ("k2", (0.125, 0.5, 0)), ("k3", (0.1065, 0.7183, 0))])
+@pytest.mark.parametrize(
+    "kind, expected", [("k1", (0.5, -1, 0)), ("k2", (0.125, 0.5, 0)), ("k3", (0.1065, 0.7183, 0))]
+)
 def test_worked_values_of_the_kl(kind, expected):
     old = torch.tensor([[-0.5], [-2.0], [-1.0]], dtype=D)
     batch = replace(one_group([0.0] * 3), old_logprobs=old, ref_logprobs=torch.full((3, 1), -1.0))
@@ -289,7 +347,9 @@ def test_worked_values_of_the_kl(kind, expected):
     assert (-advantages[:, 0] - torch.tensor(expected)).abs().max() < 5e-5
 
 
-@pytest.mark.parametrize("name, expected", [("grpo", [1, 1, -1, 0]), ("rloo", [0.75, 0.75, -0.75, 0])])
+@pytest.mark.parametrize(
+    "name, expected", [("grpo", [1, 1, -1, 0]), ("rloo", [0.75, 0.75, -0.75, 0])]
+)
 def test_a_rollout_of_two_segments_counts_once(name, expected):
     batch = one_group([1.0, 0.0, 0.5], rollout=[0, 0, 1, 2])
     assert (ESTIMATORS[name](batch, PLAIN)[0][:, 0] - torch.tensor(expected)).abs().max() < 5e-5
@@ -316,10 +376,16 @@ def test_equal_rewards_give_exactly_zero(name, dtype):
 def test_equal_rewards_give_exactly_zero_for_every_thousandth_and_beside_another_group(name):
     """One group for each k / 1000, in float32, and one whose rewards differ."""
     for n in range(2, 65):
-        rewards = torch.cat([torch.arange(1001).repeat_interleave(n) / 1000, torch.tensor([0.3, 0.1])])  # [R]
-        groups = torch.cat([torch.arange(1001).repeat_interleave(n), torch.tensor([1001, 1001])])  # [R]
+        rewards = torch.cat(
+            [torch.arange(1001).repeat_interleave(n) / 1000, torch.tensor([0.3, 0.1])]
+        )  # [R]
+        groups = torch.cat(
+            [torch.arange(1001).repeat_interleave(n), torch.tensor([1001, 1001])]
+        )  # [R]
         rows, named = torch.ones(len(rewards), 1).bool(), rewards[:, None].expand(-1, NAMES)
-        batch = Batch(rows, torch.arange(len(rewards)), rewards, groups, named_rewards=named, dtype=D)
+        batch = Batch(
+            rows, torch.arange(len(rewards)), rewards, groups, named_rewards=named, dtype=D
+        )
         advantages, _ = ESTIMATORS[name](batch, PLAIN)
         assert not advantages[:-2].any() and advantages[-2] > 0 > advantages[-1], n
 
@@ -333,7 +399,9 @@ def test_a_group_of_one_gives_exactly_zero(name):
 
 def test_group_estimators_are_those_that_are_zero_on_a_group_of_one():
     batch = one_group([0.7], mask=[[1, 1]])
-    zero = {name for name in ESTIMATORS if not ESTIMATORS[name](batch, config(kl_coef=0.1))[0].any()}
+    zero = {
+        name for name in ESTIMATORS if not ESTIMATORS[name](batch, config(kl_coef=0.1))[0].any()
+    }
     assert zero == GROUP_ESTIMATORS
 
 
@@ -386,18 +454,29 @@ def test_advantages_do_not_depend_on_the_order_of_rows_or_on_filler_rows(name):
         for cfg in CONFIGS:
             whole, total = ESTIMATORS[name](batch, cfg)
             mixed, metrics = ESTIMATORS[name](filled, cfg)
-            assert torch.allclose(mixed[:-1], whole[order], rtol=0, atol=1e-10) and not mixed[-1].any()
+            assert (
+                torch.allclose(mixed[:-1], whole[order], rtol=0, atol=1e-10) and not mixed[-1].any()
+            )
             for key, (value, count) in total.items():
-                assert torch.allclose(metrics[key][0], value, rtol=0, atol=1e-9) and metrics[key][1] == count
+                assert (
+                    torch.allclose(metrics[key][0], value, rtol=0, atol=1e-9)
+                    and metrics[key][1] == count
+                )
 
 
 @pytest.mark.parametrize("name", ["reinforce", "opd", "gae"])
 def test_ratios_of_e80_and_no_kl_at_all_stay_finite(name):
     batch = one_group([1.5, -2.0], mask=[[1, 1, 0], [0, 1, 0]])
     old = torch.tensor([[-80.0, -1.0, -math.inf], [-math.inf, 0.0, math.nan]], dtype=D)
-    batch = replace(batch, old_logprobs=old, ref_logprobs=torch.tensor([[0.0, -80.0, -math.inf]] * 2, dtype=D))
+    batch = replace(
+        batch, old_logprobs=old, ref_logprobs=torch.tensor([[0.0, -80.0, -math.inf]] * 2, dtype=D)
+    )
     for kind in ("k1", "k2", "k3"):
-        assert ESTIMATORS[name](batch, config(kl_coef=0.5, kl_type=kind, whiten=True))[0].isfinite().all()
+        assert (
+            ESTIMATORS[name](batch, config(kl_coef=0.5, kl_type=kind, whiten=True))[0]
+            .isfinite()
+            .all()
+        )
 
 
 def test_without_a_reference_there_is_no_kl():
@@ -412,7 +491,9 @@ def targets_agree(targets, cases=CASES, configs=CONFIGS):
     """Whether the value targets are the advantages before whitening + the values, to 1e-10 on every case."""
     for batch in cases:
         for cfg in configs:
-            plain = torch.tensor(formula("gae", batch, config(**vars(cfg) | {"whiten": False})), dtype=D)
+            plain = torch.tensor(
+                formula("gae", batch, config(**vars(cfg) | {"whiten": False})), dtype=D
+            )
             want = torch.where(batch.mask, plain + batch.values, 0.0)
             if not torch.allclose(targets(batch, cfg), want, rtol=0, atol=1e-10):
                 return False
@@ -427,7 +508,10 @@ def test_explained_variance_is_its_formula_over_all_ranks_and_off_the_mask_nothi
     generator = torch.Generator().manual_seed(0)
     values, targets = torch.randn(2, 4, 6, generator=generator, dtype=D)
     mask = torch.rand(4, 6, generator=generator) < 0.6
-    batch = replace(one_group([1.0, 2.0, 3.0, 4.0], mask=mask.tolist()), values=values.masked_fill(~mask, math.nan))
+    batch = replace(
+        one_group([1.0, 2.0, 3.0, 4.0], mask=mask.tolist()),
+        values=values.masked_fill(~mask, math.nan),
+    )
     want = 1 - (targets - values)[mask].var(correction=0) / targets[mask].var(correction=0)
     assert abs(explained_variance(batch, targets) - want) < 1e-10
     twice = replace(batch, all_sum=lambda x: 2 * x)  # another rank with the same rows
@@ -448,7 +532,15 @@ def loop_scan(x, factor):
 @pytest.mark.parametrize("factor", [0.0, 1e-9, 0.3, 0.95, 0.9999, 1.0])
 def test_a_scan_is_its_loop_for_every_length(factor):
     generator = torch.Generator().manual_seed(0)
-    for length, block in ((1, 32), (31, 32), (32, 32), (33, 32), (200, 3), (4096, 32), (8192 + 77, 32)):
+    for length, block in (
+        (1, 32),
+        (31, 32),
+        (32, 32),
+        (33, 32),
+        (200, 3),
+        (4096, 32),
+        (8192 + 77, 32),
+    ):
         x = torch.randn(2, length, generator=generator, dtype=D)
         want = torch.tensor([loop_scan(row, factor) for row in x.tolist()], dtype=D)
         assert torch.allclose(scan(x, factor, block), want, rtol=1e-10, atol=1e-10), (length, block)
@@ -473,7 +565,9 @@ def test_overlong_rewards_fall_from_0_to_minus_1_over_the_buffer():
 
 
 def test_rewards_are_clipped_to_their_range():
-    assert clip_rewards(torch.tensor([-3.0, 0.2, 7.0]), -1, 1).tolist() == pytest.approx([-1, 0.2, 1])
+    assert clip_rewards(torch.tensor([-3.0, 0.2, 7.0]), -1, 1).tolist() == pytest.approx(
+        [-1, 0.2, 1]
+    )
 
 
 def test_dynamic_sampling_keeps_whole_groups_whose_mean_is_strictly_inside():
@@ -482,7 +576,9 @@ def test_dynamic_sampling_keeps_whole_groups_whose_mean_is_strictly_inside():
     assert not keeps([0.0, 1.0], 2, 0.5, 1.0) and not keeps([0.0, 1.0], 2, 0.0, 0.5)
     for n in range(1, 65):  # equal scores at a bound, whatever their mean rounds to
         for k in range(1001):
-            assert not keeps([k / 1000] * n, n, k / 1000, 2.0) and not keeps([k / 1000] * n, n, -1.0, k / 1000)
+            assert not keeps([k / 1000] * n, n, k / 1000, 2.0) and not keeps(
+                [k / 1000] * n, n, -1.0, k / 1000
+            )
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
@@ -503,8 +599,12 @@ def test_planted_whitening_per_rank_is_seen(name):
 
     batch = next(b for b in CASES if len(b.rollout) > 8)
     whole, cuts = ESTIMATORS[name](batch, CONFIGS[0])[0], [0, 4, len(batch.rollout)]
-    assert torch.allclose(on_ranks(ESTIMATORS[name], batch, cuts, CONFIGS[0])[0], whole, rtol=0, atol=1e-10)
-    assert not torch.allclose(on_ranks(alone, batch, cuts, CONFIGS[0])[0], whole, rtol=0, atol=1e-10)
+    assert torch.allclose(
+        on_ranks(ESTIMATORS[name], batch, cuts, CONFIGS[0])[0], whole, rtol=0, atol=1e-10
+    )
+    assert not torch.allclose(
+        on_ranks(alone, batch, cuts, CONFIGS[0])[0], whole, rtol=0, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("count", ["per row", "per rank"])
@@ -512,7 +612,9 @@ def test_planted_lengths_of_a_part_of_a_rollout_are_seen(count):
     def opo(batch, cfg):
         centred, length = centre(batch)[0], lengths(replace(batch, all_sum=torch.clone))
         if count == "per row":
-            length = torch.zeros_like(length).index_copy(0, batch.rollout, batch.mask.sum(1).double())
+            length = torch.zeros_like(length).index_copy(
+                0, batch.rollout, batch.mask.sum(1).double()
+            )
         baseline = group_sum(length * centred, batch) / group_sum(length, batch).clamp(min=1)
         return finish(spread(centred - baseline, batch), batch)
 
@@ -528,7 +630,11 @@ def test_planted_lengths_of_a_part_of_a_rollout_are_seen(count):
 def test_planted_whitening_over_padding_is_seen():
     def padded(batch, cfg):
         returns, _ = reinforce(batch, config(**vars(cfg) | {"whiten": False}))
-        scaled = (returns - returns.mean()) / returns.var(correction=0).clamp(min=1e-8).sqrt() * batch.mask
+        scaled = (
+            (returns - returns.mean())
+            / returns.var(correction=0).clamp(min=1e-8).sqrt()
+            * batch.mask
+        )
         return finish(scaled if cfg.whiten else returns, batch)
 
     assert not agrees("reinforce", padded)
@@ -536,13 +642,20 @@ def test_planted_whitening_over_padding_is_seen():
 
 def test_planted_baseline_over_rows_instead_of_rollouts_is_seen():
     def per_row(batch, cfg):
-        groups, rewards = batch.groups[batch.rollout], batch.rewards[batch.rollout]  # [B], one entry a segment
-        values = torch.stack([r - rewards[groups == g].mean() for r, g in zip(rewards, groups, strict=True)])
+        groups, rewards = (
+            batch.groups[batch.rollout],
+            batch.rewards[batch.rollout],
+        )  # [B], one entry a segment
+        values = torch.stack(
+            [r - rewards[groups == g].mean() for r, g in zip(rewards, groups, strict=True)]
+        )
         return finish(values[:, None] * batch.mask, batch)
 
     assert not agrees("dr_grpo", per_row)
     one_row_each = [b for b in CASES if sorted(b.rollout.tolist()) == list(range(len(b.rewards)))]
-    assert one_row_each and agrees("dr_grpo", per_row, one_row_each)  # only the segments tell them apart
+    assert one_row_each and agrees(
+        "dr_grpo", per_row, one_row_each
+    )  # only the segments tell them apart
 
 
 NO_KL = [config(gamma=g, whiten=w) for g in (1.0, 0.9) for w in (True, False)]
@@ -562,11 +675,17 @@ def test_planted_rounding_noise_of_equal_rewards_is_seen():
     cases = [one_group(torch.full((n,), k / 1000)) for n in range(2, 65) for k in (100, 300, 700)]
     noisy = [simple_grpo(batch, dtype=torch.float32)[0].abs().max() for batch in cases]
     assert max(noisy) > 0.01  # float32 noise over its own std is a gradient out of nothing
-    assert any(simple_grpo(one_group([k / 1000] * n))[0].any() for n in range(2, 65) for k in (100, 300, 700))
+    assert any(
+        simple_grpo(one_group([k / 1000] * n))[0].any()
+        for n in range(2, 65)
+        for k in (100, 300, 700)
+    )
 
 
 def test_planted_biased_std_and_another_epsilon_are_seen():
-    cases = [b for b in CASES if all(len(set(b.rewards[b.groups == g].tolist())) > 1 for g in b.groups)]
+    cases = [
+        b for b in CASES if all(len(set(b.rewards[b.groups == g].tolist())) > 1 for g in b.groups)
+    ]
     assert cases
     assert agrees("grpo", lambda batch, cfg: simple_grpo(batch), cases)
     assert not agrees("grpo", lambda batch, cfg: simple_grpo(batch, correction=0), cases)
@@ -576,7 +695,9 @@ def test_planted_biased_std_and_another_epsilon_are_seen():
 def test_planted_statistics_in_float32_are_seen():
     rewards = torch.tensor([1000.1, 1000.2, 1000.4, 1000.5])
     assert agrees("grpo", ESTIMATORS["grpo"], [one_group(rewards)])
-    assert not agrees("grpo", lambda batch, cfg: simple_grpo(batch, dtype=torch.float32), [one_group(rewards)])
+    assert not agrees(
+        "grpo", lambda batch, cfg: simple_grpo(batch, dtype=torch.float32), [one_group(rewards)]
+    )
 
 
 def test_planted_leave_one_out_that_leaves_none_out_is_seen():
@@ -587,7 +708,9 @@ def test_planted_discount_by_positions_is_seen():
     def positions(batch, cfg):
         steps = torch.arange(batch.mask.shape[1])  # [T]
         last = (steps * batch.mask).amax(1, keepdim=True)  # [B, 1]
-        discount = cfg.gamma ** (last - steps).clamp(min=0).double()  # [B, T], counts masked tokens as steps
+        discount = (
+            cfg.gamma ** (last - steps).clamp(min=0).double()
+        )  # [B, T], counts masked tokens as steps
         returns = discount * spread(batch.rewards, batch)
         return finish(whiten(returns, batch) if cfg.whiten else returns, batch)
 
@@ -601,7 +724,9 @@ def test_planted_one_chain_over_the_segments_of_a_rollout_is_seen():
         mask = batch.mask.double()  # [B, T]
         later = mask.flip(1).cumsum(1).flip(1) - mask
         for b, r in enumerate(batch.rollout.tolist()):
-            later[b] += mask[b + 1 :][batch.rollout[b + 1 :] == r].sum()  # tokens of the rollout's later segments
+            later[b] += mask[b + 1 :][
+                batch.rollout[b + 1 :] == r
+            ].sum()  # tokens of the rollout's later segments
         returns = cfg.gamma**later * spread(batch.rewards, batch)
         return finish(whiten(returns, batch) if cfg.whiten else returns, batch)
 
@@ -613,7 +738,9 @@ def test_planted_one_chain_over_the_segments_of_a_rollout_is_seen():
 def finite(batch):
     """The same batch with plain numbers off the mask."""
     tokens = with_tokens(batch, junk=(-0.7, -1.1))
-    return replace(batch, **{k: getattr(tokens, k) for k in ("old_logprobs", "ref_logprobs", "values")})
+    return replace(
+        batch, **{k: getattr(tokens, k) for k in ("old_logprobs", "ref_logprobs", "values")}
+    )
 
 
 @pytest.mark.parametrize("name", ["reinforce", "gae"])
@@ -626,7 +753,9 @@ def test_planted_kl_unmasked_before_the_cumulative_sum_is_seen(name):
     cases, configs = [finite(b) for b in CASES], [config(kl_coef=0.1)]
     full = [b for b in cases if b.mask.all()]
     assert full and agrees(name, unmasked, full, configs)
-    assert agrees(name, ESTIMATORS[name], cases, configs) and not agrees(name, unmasked, cases, configs)
+    assert agrees(name, ESTIMATORS[name], cases, configs) and not agrees(
+        name, unmasked, cases, configs
+    )
 
 
 def test_planted_kl_counted_on_the_last_token_only_is_seen():
@@ -641,7 +770,9 @@ def test_planted_next_value_at_the_next_position_is_seen():
         following = torch.nn.functional.pad(batch.values[:, 1:], (0, 1))
         delta = cfg.gamma * following - batch.values  # [B, T], without a reward, on all tokens
         last = batch.mask & (batch.mask.flip(1).cumsum(1).flip(1) == 1)  # [B, T]
-        delta = torch.where(last, batch.rewards[batch.rollout, None] - batch.values, delta) * batch.mask
+        delta = (
+            torch.where(last, batch.rewards[batch.rollout, None] - batch.values, delta) * batch.mask
+        )
         return finish(scan(delta.flip(1), cfg.gamma * cfg.lam).flip(1) * batch.mask, batch)
 
     cases, configs = [finite(b) for b in CASES], [config(gamma=0.9, lam=1.0)]
@@ -655,7 +786,9 @@ def test_planted_bootstrap_of_rollouts_that_ended_is_seen():
         return ESTIMATORS["gae"](replace(batch, truncated=torch.ones_like(batch.truncated)), cfg)
 
     ended = [replace(b, truncated=torch.zeros_like(b.truncated)) for b in CASES]
-    assert agrees("gae", always, configs=CONFIGS[:2]) and not agrees("gae", always, ended, CONFIGS[2:3])
+    assert agrees("gae", always, configs=CONFIGS[:2]) and not agrees(
+        "gae", always, ended, CONFIGS[2:3]
+    )
 
 
 def test_planted_value_target_after_whitening_is_seen():
@@ -676,7 +809,9 @@ def test_planted_std_of_the_group_for_that_of_the_batch_is_seen():
 
 def test_planted_sum_of_rewards_before_normalising_is_seen():
     def summed(batch, cfg):
-        return ESTIMATORS["gdpo"](replace(batch, named_rewards=batch.named_rewards.sum(1, keepdim=True)), cfg)
+        return ESTIMATORS["gdpo"](
+            replace(batch, named_rewards=batch.named_rewards.sum(1, keepdim=True)), cfg
+        )
 
     assert not agrees("gdpo", summed, configs=CONFIGS[:1])
 

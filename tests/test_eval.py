@@ -21,7 +21,13 @@ class Runner:
 
     async def remote(self, tasks, group_id, ids, attempt, temperature):
         self.asked.append(
-            (group_id, ids, temperature, [t.messages[-1]["content"] for t in tasks], {t.seed for t in tasks})
+            (
+                group_id,
+                ids,
+                temperature,
+                [t.messages[-1]["content"] for t in tasks],
+                {t.seed for t in tasks},
+            )
         )
         outs = []
         for sample, i in enumerate(ids):
@@ -29,7 +35,11 @@ class Runner:
             fields = np.arange(3, dtype=np.int32), versions >= 0, np.zeros(3, np.float32), versions
             reward = self.reward(group_id, sample)
             error = "boom" if reward is None else ""
-            outs.append(Rollout(group_id, i, Result(reward or 0.0), [Segment(*fields), Segment(*fields)], error))
+            outs.append(
+                Rollout(
+                    group_id, i, Result(reward or 0.0), [Segment(*fields), Segment(*fields)], error
+                )
+            )
         return outs
 
 
@@ -37,7 +47,11 @@ def evaluated(tmp_path, monkeypatch, rows, runner, version=3, best=None, **flags
     (tmp_path / "rows.jsonl").write_text("".join(train.json.dumps(row) + "\n" for row in rows))
     cfg = Config(eval_data=str(tmp_path / "rows.jsonl"), eval_every=1, **flags)
     pool = Rollouts(cfg, [{"prompt": "p"}], [runner], 2)
-    monkeypatch.setattr(train, "awaited", lambda r, version, method, *args: asyncio.run(getattr(pool, method)(*args)))
+    monkeypatch.setattr(
+        train,
+        "awaited",
+        lambda r, version, method, *args: asyncio.run(getattr(pool, method)(*args)),
+    )
     r = SimpleNamespace(cfg=cfg, console=Console(quiet=True))
     return train.evaluate(r, version, 8, best if best is not None else {})
 
@@ -52,7 +66,10 @@ def test_pass_at_k_is_unbiased_over_rollouts_and_for_each_source(tmp_path, monke
     assert m["eval/pass@1"] == pytest.approx(7 / 16) and m["eval/reward"] == pytest.approx(7 / 16)
     assert m["eval/pass@2"] == pytest.approx((1 + (1 - 1 / 6) + (1 - 3 / 6) + 0) / 4)
     assert m["eval/pass@4"] == pytest.approx(3 / 4)
-    assert (m["eval/easy/pass@1"], m["eval/hard/pass@1"]) == (pytest.approx(0.75), pytest.approx(0.125))
+    assert (m["eval/easy/pass@1"], m["eval/hard/pass@1"]) == (
+        pytest.approx(0.75),
+        pytest.approx(0.125),
+    )
     assert sorted(k for k in m if "hard" in k) == [
         "eval/hard/pass@1",
         "eval/hard/pass@2",
@@ -97,8 +114,14 @@ def test_the_best_score_keeps_the_version_and_the_checkpoint_that_it_was_of(tmp_
     [
         (dict(eval_every=5), "--eval_data : set it with"),
         (dict(eval_data="x"), "--eval_data x: set it with"),
-        (dict(eval_data="x", eval_only=True, estimator="sft"), "without engines nothing can be evaluated"),
-        (dict(eval_data="x", eval_every=2, train_from="y"), "--train_from y: without engines nothing"),
+        (
+            dict(eval_data="x", eval_only=True, estimator="sft"),
+            "without engines nothing can be evaluated",
+        ),
+        (
+            dict(eval_data="x", eval_every=2, train_from="y"),
+            "--train_from y: without engines nothing",
+        ),
         (
             dict(eval_data="x", eval_only=True, eval_samples=4),
             "--eval_samples 4 --eval_temperature 0.0: greedy samples",

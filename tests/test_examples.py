@@ -17,12 +17,16 @@ SCRIPT = [
 
 
 @pytest.mark.parametrize("name", ["openai_agent", "anthropic_agent"])
-def test_a_tool_agent_of_the_examples_makes_one_row_and_earns_its_reward(name, chat):  # noqa: F811
+def test_a_tool_agent_of_the_examples_makes_one_row_and_earns_its_reward(name, chat):
     async def go():
         for label, reward in ((42, 1.0), (7, 0.0)):
             async with serving(chat, *SCRIPT, max_context=3000) as (_, forest, engine, url):
                 task = Task(
-                    [{"role": "user", "content": "17+25?"}], label, base_url=f"{url}/v1", api_key="k", model="m"
+                    [{"role": "user", "content": "17+25?"}],
+                    label,
+                    base_url=f"{url}/v1",
+                    api_key="k",
+                    model="m",
                 )
                 agent = load_agent(f"examples/{name}.py")
                 assert await agent().run(task) == reward

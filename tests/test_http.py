@@ -19,7 +19,7 @@ SCHEMA = {"name": "f", "description": "", "input_schema": {"type": "object"}}
 
 
 @contextlib.asynccontextmanager
-async def serving(chat, *script, linger=0.05, max_tokens=200, max_context=900, gate=False):  # noqa: F811
+async def serving(chat, *script, linger=0.05, max_tokens=200, max_context=900, gate=False):
     """A server with one open rollout: (server, forest, engine, base URL without /v1)."""
     app, engine = Server("policy", linger=linger), Engine(chat, *script)
     engine.gate = asyncio.Event() if gate else None
@@ -50,7 +50,7 @@ SCRIPT = ('<think>hm</think>look<call>f {}</call><call>f {"x": 1}</call>', "done
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_completions_make_one_row_of_a_tool_conversation(chat, stream):  # noqa: F811
+def test_chat_completions_make_one_row_of_a_tool_conversation(chat, stream):
     async def go():
         async with serving(chat, *SCRIPT) as (_, forest, _, url):
             messages = list(QUESTION)
@@ -62,19 +62,27 @@ def test_chat_completions_make_one_row_of_a_tool_conversation(chat, stream):  # 
                 else:
                     reply = (await gpt(url).chat.completions.create(**body)).choices[0].message
                 messages.append(reply)
-                messages += [{"role": "tool", "tool_call_id": c.id, "content": "1"} for c in reply.tool_calls or []]
+                messages += [
+                    {"role": "tool", "tool_call_id": c.id, "content": "1"}
+                    for c in reply.tool_calls or []
+                ]
             assert reply.content == "done ü" and texts(forest) == [list(SCRIPT)]
 
     run(go())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_make_one_row_of_a_tool_conversation(chat, stream):  # noqa: F811
+def test_responses_make_one_row_of_a_tool_conversation(chat, stream):
     async def go():
         async with serving(chat, *SCRIPT) as (_, forest, _, url):
             items, tool = (
                 list(QUESTION),
-                {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False},
+                {
+                    "type": "function",
+                    "name": "f",
+                    "parameters": {"type": "object"},
+                    "strict": False,
+                },
             )
             for _ in range(2):
                 body = dict(model="m", input=items, tools=[tool])
@@ -83,16 +91,22 @@ def test_responses_make_one_row_of_a_tool_conversation(chat, stream):  # noqa: F
                         reply = await s.get_final_response()
                 else:
                     reply = await gpt(url).responses.create(**body)
-                items += [o.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for o in reply.output]
+                items += [
+                    o.model_dump(exclude_none=True, exclude={"parsed_arguments"})
+                    for o in reply.output
+                ]
                 calls = [o for o in reply.output if o.type == "function_call"]
-                items += [{"type": "function_call_output", "call_id": c.call_id, "output": "1"} for c in calls]
+                items += [
+                    {"type": "function_call_output", "call_id": c.call_id, "output": "1"}
+                    for c in calls
+                ]
             assert reply.output_text == "done ü" and texts(forest) == [list(SCRIPT)]
 
     run(go())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_messages_make_one_row_of_a_tool_conversation(chat, stream):  # noqa: F811
+def test_messages_make_one_row_of_a_tool_conversation(chat, stream):
     async def go():
         async with serving(chat, *SCRIPT) as (_, forest, _, url):
             messages = list(QUESTION)
@@ -110,14 +124,17 @@ def test_messages_make_one_row_of_a_tool_conversation(chat, stream):  # noqa: F8
                 assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
                 messages.append({"role": "assistant", "content": reply.content})
                 calls = [b for b in reply.content if b.type == "tool_use"]
-                results = [{"type": "tool_result", "tool_use_id": c.id, "content": "1"} for c in reversed(calls)]
+                results = [
+                    {"type": "tool_result", "tool_use_id": c.id, "content": "1"}
+                    for c in reversed(calls)
+                ]
                 messages += [{"role": "user", "content": results}] if results else []
             assert reply.content[0].text == "done ü" and texts(forest) == [list(SCRIPT)]
 
     run(go())
 
 
-def test_every_wire_is_kept_alive_while_the_engines_are_paused(chat, monkeypatch):  # noqa: F811
+def test_every_wire_is_kept_alive_while_the_engines_are_paused(chat, monkeypatch):
     async def go():
         async with serving(chat, "a", "b", "c", gate=True) as (_, forest, engine, url):
             bodies = {
@@ -136,7 +153,9 @@ def test_every_wire_is_kept_alive_while_the_engines_are_paused(chat, monkeypatch
 
             chats, responses, messages = seen = [], [], []
             alive = ": keep-alive", "event: response.in_progress", "event: ping"
-            asks = [asyncio.create_task(ask(*item, lines)) for item, lines in zip(bodies.items(), seen)]
+            asks = [
+                asyncio.create_task(ask(*item, lines)) for item, lines in zip(bodies.items(), seen)
+            ]
             while not all(lines.count(line) > 3 for lines, line in zip(seen, alive)):
                 await asyncio.sleep(0.02)
             engine.gate.set()
@@ -149,7 +168,7 @@ def test_every_wire_is_kept_alive_while_the_engines_are_paused(chat, monkeypatch
     run(go())
 
 
-def test_a_client_that_times_out_and_posts_again_shares_one_node(chat):  # noqa: F811
+def test_a_client_that_times_out_and_posts_again_shares_one_node(chat):
     async def go():
         async with serving(chat, "a", gate=True, linger=5) as (_, forest, engine, url):
             client = gpt(url).with_options(timeout=0.3)
@@ -158,12 +177,16 @@ def test_a_client_that_times_out_and_posts_again_shares_one_node(chat):  # noqa:
                     await client.chat.completions.create(model="m", messages=QUESTION)
             engine.gate.set()
             reply = await gpt(url).chat.completions.create(model="m", messages=QUESTION)
-            assert reply.choices[0].message.content == "a" and len(engine.asked) == 1 and texts(forest) == [["a"]]
+            assert (
+                reply.choices[0].message.content == "a"
+                and len(engine.asked) == 1
+                and texts(forest) == [["a"]]
+            )
 
     run(go())
 
 
-def test_a_stream_that_is_cut_is_repeated_with_the_same_ids(chat, monkeypatch):  # noqa: F811
+def test_a_stream_that_is_cut_is_repeated_with_the_same_ids(chat, monkeypatch):
     async def go():
         async with serving(chat, "a", gate=True, linger=5) as (_, forest, engine, url):
             body = {"messages": QUESTION}
@@ -175,17 +198,25 @@ def test_a_stream_that_is_cut_is_repeated_with_the_same_ids(chat, monkeypatch): 
             await asyncio.sleep(0.2)
             assert texts(forest) == []
             reply = await gpt(url).chat.completions.create(model="m", messages=QUESTION)
-            assert reply.choices[0].message.content == "a" and len(engine.asked) == 1 and texts(forest) == [["a"]]
+            assert (
+                reply.choices[0].message.content == "a"
+                and len(engine.asked) == 1
+                and texts(forest) == [["a"]]
+            )
 
     monkeypatch.setattr(server, "ALIVE", 0.05)
     run(go())
 
 
-def test_a_client_that_never_returns_frees_its_engine(chat):  # noqa: F811
+def test_a_client_that_never_returns_frees_its_engine(chat):
     async def go():
         async with serving(chat, "a", gate=True) as (_, forest, engine, url):
             with pytest.raises(openai.APITimeoutError):
-                await gpt(url).with_options(timeout=0.2).chat.completions.create(model="m", messages=QUESTION)
+                await (
+                    gpt(url)
+                    .with_options(timeout=0.2)
+                    .chat.completions.create(model="m", messages=QUESTION)
+                )
             for _ in range(100):
                 if not any(forest.places.values()):
                     break
@@ -195,36 +226,50 @@ def test_a_client_that_never_returns_frees_its_engine(chat):  # noqa: F811
     run(go())
 
 
-def test_an_engine_error_is_retried_by_the_sdk_and_leaves_one_node(chat):  # noqa: F811
+def test_an_engine_error_is_retried_by_the_sdk_and_leaves_one_node(chat):
     async def go():
-        async with serving(chat, RuntimeError("boom"), "a", RuntimeError("boom"), "b") as (_, forest, engine, url):
+        async with serving(chat, RuntimeError("boom"), "a", RuntimeError("boom"), "b") as (
+            _,
+            forest,
+            engine,
+            url,
+        ):
             await gpt(url, retries=1).chat.completions.create(model="m", messages=QUESTION)
-            async with claude(url, retries=1).messages.stream(model="m", messages=QUESTION, max_tokens=9) as s:
+            async with claude(url, retries=1).messages.stream(
+                model="m", messages=QUESTION, max_tokens=9
+            ) as s:
                 await s.get_final_message()
             assert texts(forest) == [["a"], ["b"]] and len(engine.asked) == 4
 
     run(go())
 
 
-def test_a_rollout_that_has_ended_gets_410_once_and_an_unknown_one_404(chat):  # noqa: F811
+def test_a_rollout_that_has_ended_gets_410_once_and_an_unknown_one_404(chat):
     async def go():
         async with serving(chat, "a", "b", gate=True) as (app, forest, engine, url):
-            late = asyncio.create_task(gpt(url, retries=5).chat.completions.create(model="m", messages=QUESTION))
+            late = asyncio.create_task(
+                gpt(url, retries=5).chat.completions.create(model="m", messages=QUESTION)
+            )
             while not engine.asked:
                 await asyncio.sleep(0.02)
             await app.close(url.split("/")[-1])
-            for ask in (late, gpt(url, retries=5).chat.completions.create(model="m", messages=QUESTION)):
+            for ask in (
+                late,
+                gpt(url, retries=5).chat.completions.create(model="m", messages=QUESTION),
+            ):
                 with pytest.raises(openai.APIStatusError) as e:
                     await asyncio.wait_for(ask, 3)
                 assert e.value.status_code == 410
             with pytest.raises(anthropic.NotFoundError):
-                await claude(url + "0", retries=5).messages.create(model="m", messages=QUESTION, max_tokens=9)
+                await claude(url + "0", retries=5).messages.create(
+                    model="m", messages=QUESTION, max_tokens=9
+                )
             assert len(engine.asked) == 1
 
     run(go())
 
 
-def test_a_rollout_is_named_by_its_path_its_key_or_its_header(chat):  # noqa: F811
+def test_a_rollout_is_named_by_its_path_its_key_or_its_header(chat):
     async def go():
         async with serving(chat, "a", "b", "c", "d") as (app, forest, engine, url):
             root, _, key = url.rpartition("/r/")
@@ -233,11 +278,16 @@ def test_a_rollout_is_named_by_its_path_its_key_or_its_header(chat):  # noqa: F8
             async with httpx.AsyncClient() as c:
 
                 async def status(url, **headers):
-                    return (await c.post(f"{url}/v1/chat/completions", json=body, headers=headers)).status_code
+                    return (
+                        await c.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+                    ).status_code
 
                 assert await status(root, authorization=f"Bearer {key}") == 200
                 assert await status(root, **{"x-api-key": key}) == 200
-                assert await status(root, **{"x-rollout-id": key, "authorization": "Bearer sk-mine"}) == 200
+                assert (
+                    await status(root, **{"x-rollout-id": key, "authorization": "Bearer sk-mine"})
+                    == 200
+                )
                 assert await status(url, authorization=f"Bearer {other}") == 400
                 assert await status(root, authorization="Bearer sk-mine") == 404
                 assert await status(root) == 404
@@ -248,7 +298,7 @@ def test_a_rollout_is_named_by_its_path_its_key_or_its_header(chat):  # noqa: F8
     run(go())
 
 
-def test_small_routes_answer_as_clients_expect(chat):  # noqa: F811
+def test_small_routes_answer_as_clients_expect(chat):
     async def go():
         async with serving(chat) as (_, _, _, url), httpx.AsyncClient() as c:
             assert (await c.get(f"{url.split('/r/')[0]}/health")).json()["status"] == "ok"
@@ -257,7 +307,9 @@ def test_small_routes_answer_as_clients_expect(chat):  # noqa: F811
             assert [m.id async for m in claude(url).models.list(limit=1000)] == ["policy"]
             assert (await gpt(url).models.retrieve("policy")).max_model_len == 900
             assert (
-                await c.get(f"{url}/v1/responses", headers={"upgrade": "websocket", "connection": "upgrade"})
+                await c.get(
+                    f"{url}/v1/responses", headers={"upgrade": "websocket", "connection": "upgrade"}
+                )
             ).status_code == 426
             assert (await c.post(f"{url}/v1/messages?beta=true", json={})).status_code == 400
             assert (await c.get(f"{url}/v1/nothing")).json()["error"]["type"] == "not_found_error"
@@ -278,15 +330,22 @@ BAD = [
     b'{"input": 7}',
     b'{"messages": [{"role": "user", "content": "x"}], "thread": {"type": "create"}, "input": {}}',
     b"[" * 100_000,
-    json.dumps({"messages": [{"role": "user", "content": "y" * 5000}], "input": "y" * 5000}).encode(),
+    json.dumps(
+        {"messages": [{"role": "user", "content": "y" * 5000}], "input": "y" * 5000}
+    ).encode(),
     b"\xff\xfe",
 ]
 
 
-@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages", "messages/count_tokens"])
-def test_bad_input_is_a_4xx_in_the_wires_own_shape_and_the_session_goes_on(chat, route):  # noqa: F811
+@pytest.mark.parametrize(
+    "route", ["chat/completions", "responses", "messages", "messages/count_tokens"]
+)
+def test_bad_input_is_a_4xx_in_the_wires_own_shape_and_the_session_goes_on(chat, route):
     async def go():
-        async with serving(chat, "a", "b", "c") as (_, forest, engine, url), httpx.AsyncClient() as c:
+        async with (
+            serving(chat, "a", "b", "c") as (_, forest, engine, url),
+            httpx.AsyncClient() as c,
+        ):
             for raw in BAD:
                 if (
                     route == "messages/count_tokens"
@@ -298,7 +357,9 @@ def test_bad_input_is_a_4xx_in_the_wires_own_shape_and_the_session_goes_on(chat,
                 r = await c.post(f"{url}/v1/{route}", content=raw)
                 assert 400 <= r.status_code < 500, (raw[:80], r.status_code, r.text)
                 shape = r.json()
-                assert shape.get("type", "") == ("error" if "messages" in route and "chat" not in route else "")
+                assert shape.get("type", "") == (
+                    "error" if "messages" in route and "chat" not in route else ""
+                )
                 assert shape["error"]["message"] and shape["error"]["type"].endswith("error")
             assert engine.asked == [] and forest.nodes == []
             await gpt(url).chat.completions.create(model="m", messages=QUESTION)
@@ -307,7 +368,7 @@ def test_bad_input_is_a_4xx_in_the_wires_own_shape_and_the_session_goes_on(chat,
     run(go())
 
 
-def test_a_body_beyond_the_limit_is_refused_and_a_prompt_of_50_mb_is_too_long(chat):  # noqa: F811
+def test_a_body_beyond_the_limit_is_refused_and_a_prompt_of_50_mb_is_too_long(chat):
     async def go():
         async with serving(chat, "a") as (_, forest, _, url), httpx.AsyncClient(timeout=60) as c:
             for size, status in ((50 << 20, 400), (65 << 20, 413)):
@@ -320,7 +381,7 @@ def test_a_body_beyond_the_limit_is_refused_and_a_prompt_of_50_mb_is_too_long(ch
     asyncio.run(asyncio.wait_for(go(), 60))
 
 
-def test_threads_are_refused_so_that_the_tool_runner_does_without(chat):  # noqa: F811
+def test_threads_are_refused_so_that_the_tool_runner_does_without(chat):
     async def go():
         async with serving(chat, *SCRIPT) as (_, forest, _, url):
 
@@ -329,7 +390,9 @@ def test_threads_are_refused_so_that_the_tool_runner_does_without(chat):  # noqa
                 """A tool."""
                 return "1"
 
-            runner = claude(url).beta.messages.tool_runner(model="m", max_tokens=99, tools=[f], messages=QUESTION)
+            runner = claude(url).beta.messages.tool_runner(
+                model="m", max_tokens=99, tools=[f], messages=QUESTION
+            )
             last = await runner.until_done()
             assert last.content[0].text == "done ü" and texts(forest) == [list(SCRIPT)]
 
@@ -348,7 +411,9 @@ async def call_app(app, path, body, headers=()):
     async def send(message):
         sent.append(message)
 
-    await app({"type": "http", "method": "POST", "path": path, "headers": list(headers)}, receive, send)
+    await app(
+        {"type": "http", "method": "POST", "path": path, "headers": list(headers)}, receive, send
+    )
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
 
 
@@ -356,18 +421,36 @@ def mutated(rng, value, share):
     """A JSON value in which about this share of the parts is wrong."""
     if rng.random() < share:
         return rng.choice(
-            [None, True, -1, 1.5, "", "x", [], {}, [None], {"a": 1}, "\ud800", "9" * 400, {"type": "text"}]
+            [
+                None,
+                True,
+                -1,
+                1.5,
+                "",
+                "x",
+                [],
+                {},
+                [None],
+                {"a": 1},
+                "\ud800",
+                "9" * 400,
+                {"type": "text"},
+            ]
         )
     if isinstance(value, dict):
         items = [(k, mutated(rng, v, share)) for k, v in value.items() if rng.random() > share / 2]
-        return dict(items) | ({rng.choice(["type", "role", "n", "stream", "extra"]): 3} if rng.random() < share else {})
+        return dict(items) | (
+            {rng.choice(["type", "role", "n", "stream", "extra"]): 3}
+            if rng.random() < share
+            else {}
+        )
     if isinstance(value, list):
         values = [mutated(rng, v, share) for v in value if rng.random() > share]
         return values + values[:1] if rng.random() < share else values
     return value
 
 
-def test_ten_thousand_odd_requests_get_an_answer_and_never_a_500(chat):  # noqa: F811
+def test_ten_thousand_odd_requests_get_an_answer_and_never_a_500(chat):
     """Requests of real clients with something wrong in each: served, or refused by a 4xx in the wire's own shape."""
     import random
 
@@ -398,7 +481,9 @@ def test_ten_thousand_odd_requests_get_an_answer_and_never_a_500(chat):  # noqa:
             assert status in (200, 400), (i, status, reply[:300], json.dumps(body)[:2000])
             if status == 400:
                 shape = json.loads(reply)
-                assert (shape.get("type") == "error") == ("messages" in route) and shape["error"]["message"]
+                assert (shape.get("type") == "error") == ("messages" in route) and shape["error"][
+                    "message"
+                ]
         assert seen[200] > 1000 and seen[400] > 1000, seen
 
     asyncio.run(asyncio.wait_for(go(), 300))

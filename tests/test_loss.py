@@ -52,7 +52,11 @@ def correction_formula(old, behaviour, mask, level, mode, band):
             elif mode == "trunc":
                 weights[b, t] = min(w, high)
             else:
-                unit = {"token": w, "seq": bounded_exp(total), "geo": bounded_exp(total / len(tokens))}[level]
+                unit = {
+                    "token": w,
+                    "seq": bounded_exp(total),
+                    "geo": bounded_exp(total / len(tokens)),
+                }[level]
                 weights[b, t] = w if low <= unit <= high else 0.0
     return weights
 
@@ -82,14 +86,18 @@ def random_case(seed, dtype=D):
     spread = rng.choice([0.02, 0.3, 40.0])  # the last one goes beyond the clamp of log ratios
 
     def noise(scale):
-        return torch.tensor([[rng.gauss(0, scale) for _ in range(length)] for _ in range(rows)], dtype=D)
+        return torch.tensor(
+            [[rng.gauss(0, scale) for _ in range(length)] for _ in range(rows)], dtype=D
+        )
 
     behaviour = -noise(2.0).abs()
     old = behaviour + noise(spread / 4)
     logprobs, advantages = old + noise(spread), noise(1.0) * (noise(1.0) > -1)
     junk = [math.nan, -math.inf, math.inf, 1e30]
     tensors = [logprobs, old, behaviour, advantages]
-    return [torch.where(mask, x, torch.tensor(rng.choice(junk), dtype=D)).to(dtype) for x in tensors] + [mask]
+    return [
+        torch.where(mask, x, torch.tensor(rng.choice(junk), dtype=D)).to(dtype) for x in tensors
+    ] + [mask]
 
 
 CASES = [random_case(seed) for seed in range(80)]
@@ -173,11 +181,17 @@ def test_worked_gradients(gate, expected):
 def test_aggregate_is_the_sum_over_action_tokens_by_the_denominator():
     losses, mask = torch.arange(1.0, 7.0).view(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     ones = torch.ones_like(losses)
-    assert aggregate(losses, ones, mask, counted(ones, mask, "all").sum()) == torch.tensor(3.6)  # token mean
+    assert aggregate(losses, ones, mask, counted(ones, mask, "all").sum()) == torch.tensor(
+        3.6
+    )  # token mean
     assert aggregate(losses, ones, mask, 4 * 2) == 18 / 8  # constant: loss length 4, two rollouts
     weights = torch.tensor([[0.5, 0, 9], [0, 2, 1]])
-    assert aggregate(losses, weights, mask, counted(weights, mask, "kept").sum()) == torch.tensor(16.5 / 3)
-    assert aggregate(losses, weights, mask, counted(weights, mask, "all").sum()) == torch.tensor(16.5 / 5)
+    assert aggregate(losses, weights, mask, counted(weights, mask, "kept").sum()) == torch.tensor(
+        16.5 / 3
+    )
+    assert aggregate(losses, weights, mask, counted(weights, mask, "all").sum()) == torch.tensor(
+        16.5 / 5
+    )
 
 
 @pytest.mark.parametrize("level, mode, band", CORRECTIONS)
@@ -186,7 +200,10 @@ def test_correction_is_its_formula(level, mode, band):
     for _, old, behaviour, _, mask in CASES:
         _, metrics = correction(old, behaviour, mask, level, mode, band)
         want = correction_formula(old, behaviour, mask, level, mode, band)
-        assert close(metrics["is/weight_mean"][0], want.sum()) and metrics["is/weight_mean"][1] == mask.sum()
+        assert (
+            close(metrics["is/weight_mean"][0], want.sum())
+            and metrics["is/weight_mean"][1] == mask.sum()
+        )
         assert metrics["is/rejected"] == ((want[mask] == 0).sum(), mask.sum())
 
 
@@ -223,7 +240,9 @@ def test_the_band_is_inclusive():
         assert correction(zeros, zeros, mask, level, "mask", (1.01, 2.0))[0].tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("level, mode", [("seq", "clip"), ("geo", "trunc"), ("row", "mask"), ("token", "cut")])
+@pytest.mark.parametrize(
+    "level, mode", [("seq", "clip"), ("geo", "trunc"), ("row", "mask"), ("token", "cut")]
+)
 def test_a_correction_that_does_not_exist_is_refused(level, mode):
     with pytest.raises(ValueError, match=f"--is_level {level} --is_mode {mode}"):
         correction(OLD, BEHAVIOUR, MASK, level, mode, (0.5, 2.0))
@@ -241,7 +260,9 @@ def test_losses_and_weights_keep_the_dtype_of_the_log_probs(dtype):
 def test_what_stands_off_the_mask_changes_nothing(gate, junk):
     results = []
     for filler in (0.0, junk):
-        tensors = [x.float().masked_fill(~MASK, filler) for x in (LOGPROBS, OLD, BEHAVIOUR, ADVANTAGES)]
+        tensors = [
+            x.float().masked_fill(~MASK, filler) for x in (LOGPROBS, OLD, BEHAVIOUR, ADVANTAGES)
+        ]
         x = tensors[0].requires_grad_()
         loss, metrics = step(*tensors, MASK, CLIPS[2], gate, 7)
         numbers = [
@@ -249,7 +270,9 @@ def test_what_stands_off_the_mask_changes_nothing(gate, junk):
             *torch.autograd.grad(loss, x)[0].flatten(),
             *gap(x.detach(), tensors[2], MASK)["mean"],
         ]
-        results.append([float(n) for n in numbers + [metrics["is/weight_mean"][0], metrics["loss/ratio_max"]]])
+        results.append(
+            [float(n) for n in numbers + [metrics["is/weight_mean"][0], metrics["loss/ratio_max"]]]
+        )
     assert results[0] == results[1] and all(map(math.isfinite, results[0]))
 
 
@@ -262,7 +285,9 @@ def test_aggregate_drops_junk_losses_and_weights_off_the_mask():
 @pytest.mark.parametrize("gate", CORRECTIONS)
 @pytest.mark.parametrize("cfg", CLIPS)
 def test_ratios_of_e80_stay_finite(gate, cfg):
-    for far, further, sign in itertools.product((80.0, -80.0), (80.0, -80.0, -INF), (1.0, -1.0, 0.0)):
+    for far, further, sign in itertools.product(
+        (80.0, -80.0), (80.0, -80.0, -INF), (1.0, -1.0, 0.0)
+    ):
         x = torch.tensor([[further, -0.5]], requires_grad=True)
         old, behaviour = torch.tensor([[0.0, -0.5]]), torch.tensor([[-far, -0.5]])
         mask = torch.ones(1, 2).bool()
@@ -278,7 +303,13 @@ def test_a_batch_without_action_tokens_gives_zero_and_not_nan():
         loss, metrics = step(x, OLD, BEHAVIOUR, ADVANTAGES, nothing, CLIPS[2], gate, 7)
         assert loss == 0 and not torch.autograd.grad(loss, x)[0].any()
         assert metrics["is/rejected"] == (0, 0) and metrics["loss/ratio_max"] == 0
-    assert gap(LOGPROBS, BEHAVIOUR, nothing) == {"mean": (0, 0), "k3": (0, 0), "max": 0, "p999": 0, "tokens": (0, 0)}
+    assert gap(LOGPROBS, BEHAVIOUR, nothing) == {
+        "mean": (0, 0),
+        "k3": (0, 0),
+        "max": 0,
+        "p999": 0,
+        "tokens": (0, 0),
+    }
 
 
 def by_micro_batches(rows, cfg, gate, cuts, denominator):
@@ -311,11 +342,17 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_filler_rows(gate, kept
     n = counted(correction(rows[1], rows[2], rows[4], *gate)[0], rows[4], kept).sum()
     whole = by_micro_batches(rows, CLIPS[1], gate, [0, 12], lambda weights, mask: n)
     for cuts in ([0, 6, 12], [0, 1, 4, 5, 12], list(range(13))):
-        assert close(by_micro_batches(rows, CLIPS[1], gate, cuts, lambda weights, mask: n), whole, 1e-6)
+        assert close(
+            by_micro_batches(rows, CLIPS[1], gate, cuts, lambda weights, mask: n), whole, 1e-6
+        )
     filler = [torch.cat([r, torch.full((1, 9), NAN)]) for r in rows[:4]] + [
         torch.cat([rows[4], torch.zeros(1, 9).bool()])
     ]
-    assert close(by_micro_batches(filler, CLIPS[1], gate, [0, 7, 12, 13], lambda weights, mask: n)[:-9], whole, 1e-6)
+    assert close(
+        by_micro_batches(filler, CLIPS[1], gate, [0, 7, 12, 13], lambda weights, mask: n)[:-9],
+        whole,
+        1e-6,
+    )
 
 
 def test_gap_is_its_formula():
@@ -361,7 +398,9 @@ def test_planted_gate_per_token_instead_of_per_sequence_is_seen():
 def test_planted_geometric_mean_over_padding_is_seen():
     def over_padding(old, behaviour, mask, level, mode, band):
         u = log_ratio(old, behaviour, mask)
-        unit = u.mean(1, keepdim=True).clamp(-20, 20).exp()  # divides by T, not by the action tokens
+        unit = (
+            u.mean(1, keepdim=True).clamp(-20, 20).exp()
+        )  # divides by T, not by the action tokens
         kept = (band[0] <= unit) & (unit <= band[1]) & mask
         return u.clamp(-20, 20).exp() * kept, {}
 
@@ -381,7 +420,9 @@ def test_planted_gate_that_keeps_with_weight_one_is_seen():
 
 def test_planted_inverted_ratio_is_seen():
     for level, mode, band in CORRECTIONS[1:]:
-        assert not correction_agrees(lambda old, behaviour, *rest: correction(behaviour, old, *rest), level, mode, band)
+        assert not correction_agrees(
+            lambda old, behaviour, *rest: correction(behaviour, old, *rest), level, mode, band
+        )
 
 
 def test_planted_truncation_that_also_lifts_small_weights_is_seen():
@@ -408,12 +449,16 @@ def test_planted_optimistic_clip_is_seen(cfg):
 
 
 def test_planted_dual_clip_on_positive_advantages_is_seen():
-    assert not ppo_agrees(lambda *arguments: surrogate(*arguments, dual_for=lambda a: a != 0), CLIPS[2])
+    assert not ppo_agrees(
+        lambda *arguments: surrogate(*arguments, dual_for=lambda a: a != 0), CLIPS[2]
+    )
 
 
 def test_planted_clip_high_that_is_ignored_is_seen():
     def symmetric(logprobs, old, advantages, mask, cfg):
-        clips = SimpleNamespace(clip_low=cfg.clip_low, clip_high=cfg.clip_low, dual_clip=cfg.dual_clip)
+        clips = SimpleNamespace(
+            clip_low=cfg.clip_low, clip_high=cfg.clip_low, dual_clip=cfg.dual_clip
+        )
         return ppo(logprobs, old, advantages, mask, clips)
 
     assert ppo_agrees(symmetric, CLIPS[0])
@@ -446,7 +491,9 @@ def test_planted_denominator_per_micro_batch_is_seen():
     whole = by_micro_batches(rows, CLIPS[1], gate, [0, 12], lambda weights, mask: n)
     for parts in (2, 4):
         cuts = list(range(0, 13, 12 // parts))
-        local = by_micro_batches(rows, CLIPS[1], gate, cuts, lambda weights, mask, k=parts: k * mask.sum().clamp(min=1))
+        local = by_micro_batches(
+            rows, CLIPS[1], gate, cuts, lambda weights, mask, k=parts: k * mask.sum().clamp(min=1)
+        )
         assert not close(local, whole, 1e-6)
 
 
@@ -454,7 +501,12 @@ def test_planted_denominator_of_kept_tokens_for_all_is_seen():
     rows, gate = one_step(seed=1), CORRECTIONS[1]
     weights, _ = correction(rows[1], rows[2], rows[4], *gate)
     losses, _ = ppo(*rows[:2], *rows[3:], CLIPS[1])
-    values = [aggregate(losses, weights, rows[4], counted(weights, rows[4], name).sum()) for name in ("all", "kept")]
+    values = [
+        aggregate(losses, weights, rows[4], counted(weights, rows[4], name).sum())
+        for name in ("all", "kept")
+    ]
     want = sum(a * w for _, row in active(losses, weights, rows[4]) for _, a, w in row)
-    assert close(values[0], want / rows[4].sum(), 1e-6) and close(values[1], want / (weights > 0).sum(), 1e-6)
+    assert close(values[0], want / rows[4].sum(), 1e-6) and close(
+        values[1], want / (weights > 0).sum(), 1e-6
+    )
     assert not close(values[0], values[1], 1e-3)

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def policy(process_group, tiny):
-    return train.build_policy(train.Config(model=f"{tiny}/dense", dtype="float32", offload="optimizer"), "cpu")
+    return train.build_policy(
+        train.Config(model=f"{tiny}/dense", dtype="float32", offload="optimizer"), "cpu"
+    )
 
 
 @pytest.fixture
@@ -37,18 +39,34 @@ def asked(policy, monkeypatch):
 
 def test_the_probe_goes_to_where_the_model_computes(policy, asked):
     reached = []
-    policy.replay.forward = lambda micro, temperature: reached.append(list(asked)) or (micro.mask.float(),) * 2
-    train.probe(train.Config(dtype="float32", max_gap=9.0), policy.replay, [(np.zeros(5), None, 0)], list(range(6)), 0)
-    assert reached == [["cuda"]] and {p.device.type for p in policy.replay.model.parameters()} == {"cpu"}
+    policy.replay.forward = lambda micro, temperature: (
+        reached.append(list(asked)) or (micro.mask.float(),) * 2
+    )
+    train.probe(
+        train.Config(dtype="float32", max_gap=9.0),
+        policy.replay,
+        [(np.zeros(5), None, 0)],
+        list(range(6)),
+        0,
+    )
+    assert reached == [["cuda"]] and {p.device.type for p in policy.replay.model.parameters()} == {
+        "cpu"
+    }
 
 
-def test_weights_are_gathered_and_sent_by_the_devices_that_the_engines_have(policy, asked, monkeypatch):
+def test_weights_are_gathered_and_sent_by_the_devices_that_the_engines_have(
+    policy, asked, monkeypatch
+):
     sent = dict(refit.hf_tensors(policy.replay.model, torch.float32))
-    assert asked == ["cuda"] * len(sent) and len(sent) == len(list(policy.replay.model.parameters()))
+    assert asked == ["cuda"] * len(sent) and len(sent) == len(
+        list(policy.replay.model.parameters())
+    )
     joined, made = [], []
     monkeypatch.setattr(refit, "answers", lambda *args: None)
     monkeypatch.setattr(refit, "group", lambda **how: made.append(how["device"]))
-    engine = SimpleNamespace(do=SimpleNamespace(remote=lambda method, init: joined.append(init["device"])))
+    engine = SimpleNamespace(
+        do=SimpleNamespace(remote=lambda method, init: joined.append(init["device"]))
+    )
     refit.Refit(train.Config(), policy.replay.model, [engine]).rendezvous()
     assert joined == made == ["cuda"]
 

@@ -32,7 +32,9 @@ KIMI += ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end
 def made(name: str, tool: str = "auto", reasoning: str = "auto", constrained: str = "mask"):
     chat, _ = load(name)
     chat.tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", *KIMI])
-    return parser(SimpleNamespace(tool_parser=tool, reasoning_parser=reasoning, constrained=constrained), chat)
+    return parser(
+        SimpleNamespace(tool_parser=tool, reasoning_parser=reasoning, constrained=constrained), chat
+    )
 
 
 def parsed(name: str, texts: list[str], *args) -> list[tuple]:
@@ -45,7 +47,9 @@ def grammars(name: str, bodies: list[dict], *args) -> list[dict | str | None]:
     found = []
     for body in bodies:
         try:
-            found.append(grammar(read_chat({"messages": [{"role": "user"}], "tools": TOOLS} | body, {})))
+            found.append(
+                grammar(read_chat({"messages": [{"role": "user"}], "tools": TOOLS} | body, {}))
+            )
         except BadRequest as e:
             found.append(str(e))
     return found
@@ -80,21 +84,45 @@ def test_the_ids_that_a_model_gives_its_calls_itself_are_kept(elsewhere):
     begin, end, call, argument, closed = KIMI
     said = f'look{begin}{call}functions.f:0{argument}{{"x": 1}}{closed}{call}functions.f:1{argument}{{"x": 2}}{closed}{end}'
     ((_, text, calls),) = elsewhere("chatml", [said], "kimi_k2", "none")
-    assert text == "look" and calls == [("functions.f:0", "f", '{"x": 1}'), ("functions.f:1", "f", '{"x": 2}')]
+    assert text == "look" and calls == [
+        ("functions.f:0", "f", '{"x": 1}'),
+        ("functions.f:1", "f", '{"x": 2}'),
+    ]
     ((_, _, calls),) = elsewhere("qwen25", [SAID["qwen25"]])
     assert [own for own, _, _ in calls] == [""]  # made up by the parser
 
 
 def test_json_schemas_and_forced_calls_become_grammars_of_the_model_s_own_format(elsewhere):
     wanted = {"type": "object", "properties": {"y": {"type": "string"}}, "required": ["y"]}
-    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": wanted}}}
-    broken = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}
-    bodies = [schema, {"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {}, broken]
+    schema = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": wanted}}
+    }
+    broken = {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
+    }
+    bodies = [
+        schema,
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {},
+        broken,
+    ]
     bodies.append({"tool_choice": {"type": "function", "function": {"name": "unknown"}}})
-    json_schema, json_object, call, nothing, refused, unknown = elsewhere("qwen25", bodies, of=grammars)
-    assert json.loads(json_schema["json"]) == wanted and json.loads(json_object["json"]) == {"type": "object"}
+    json_schema, json_object, call, nothing, refused, unknown = elsewhere(
+        "qwen25", bodies, of=grammars
+    )
+    assert json.loads(json_schema["json"]) == wanted and json.loads(json_object["json"]) == {
+        "type": "object"
+    }
     tags = [tag["begin"] for tag in json.loads(call["structural_tag"])["format"]["tags"]]
     assert tags and all(tag.startswith("<tool_call>") and '"f"' in tag for tag in tags)
-    assert nothing is None and unknown is None and refused.startswith("the engine can keep to no such JSON schema")
+    assert (
+        nothing is None
+        and unknown is None
+        and refused.startswith("the engine can keep to no such JSON schema")
+    )
     assert elsewhere("qwen25", bodies[:3], "auto", "auto", "free", of=grammars) == [None] * 3
-    assert elsewhere("chatml", bodies[:3], of=grammars)[1:] == [json_object, None]  # no format to call in
+    assert elsewhere("chatml", bodies[:3], of=grammars)[1:] == [
+        json_object,
+        None,
+    ]  # no format to call in

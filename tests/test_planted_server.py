@@ -35,7 +35,9 @@ def lost_newline(self, *args):
 
 def found_anywhere(self, place, echo):
     """A turn that reappears under another prefix is taken for its first appearance."""
-    return next((self.anchors[a] for a in echo.anchors if a in self.anchors), None) or child(self, place, echo)
+    return next((self.anchors[a] for a in echo.anchors if a in self.anchors), None) or child(
+        self, place, echo
+    )
 
 
 def one_place_for_all(self, req):
@@ -46,7 +48,9 @@ def one_place_for_all(self, req):
 def remembered_by_length(body, key, read, past):
     """A history is taken for the one before as far as that went, whatever it says."""
     n, turns = past[-1][2:] if past else (0, [])
-    turns = [*turns, *read(body.each(key, start=n))] if n < len(body[key]) else [*read(body.each(key))]
+    turns = (
+        [*turns, *read(body.each(key, start=n))] if n < len(body[key]) else [*read(body.each(key))]
+    )
     if past is not None and turns and isinstance(turns[-1], In):
         past.append((read, b"", len(body[key]), turns))
     return turns
@@ -54,9 +58,24 @@ def remembered_by_length(body, key, read, past):
 
 BUGS = {
     "retokenise a reply": (Node, "ids", retokenised, ["a_conversation_is_one_row"]),
-    "drop all but the last new message": (Forest, "_prompt", last_message_only, ["all_new_messages"]),
-    "ignore an edited assistant turn": (server, "same_turn", lambda echo, sent: "T0", ["a_forged_turn"]),
-    "lose the newline": (Chat, "following", lost_newline, ["a_conversation_is_one_row", "all_new_messages"]),
+    "drop all but the last new message": (
+        Forest,
+        "_prompt",
+        last_message_only,
+        ["all_new_messages"],
+    ),
+    "ignore an edited assistant turn": (
+        server,
+        "same_turn",
+        lambda echo, sent: "T0",
+        ["a_forged_turn"],
+    ),
+    "lose the newline": (
+        Chat,
+        "following",
+        lost_newline,
+        ["a_conversation_is_one_row", "all_new_messages"],
+    ),
     "reuse a turn that reappears": (Forest, "_child", found_anywhere, ["a_turn_that_reappears"]),
     "share a node between sub-agents": (Forest, "attach", one_place_for_all, ["sub_agents_and"]),
     "count an undelivered reply": (
@@ -71,9 +90,19 @@ BUGS = {
         lambda self, node, req: True,
         ["a_repeated_request"],
     ),
-    "remember a history by its length": (server, "_turns", remembered_by_length, ["a_changed_beginning"]),
+    "remember a history by its length": (
+        server,
+        "_turns",
+        remembered_by_length,
+        ["a_changed_beginning"],
+    ),
     "train a shared prefix twice": (set, None, None, ["a_changed_beginning"]),
-    "let text close a turn": (Chat, "plain", lambda self, value: value, ["characters_of_a_special_token"]),
+    "let text close a turn": (
+        Chat,
+        "plain",
+        lambda self, value: value,
+        ["characters_of_a_special_token"],
+    ),
 }
 
 
@@ -83,7 +112,7 @@ class Forgetful(set):
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_caught(bug, chat, monkeypatch):  # noqa: F811
+def test_a_planted_bug_is_caught(bug, chat, monkeypatch):
     owner, name, broken, words = BUGS[bug]
     PLANTED["chat"] = chat
     if name:

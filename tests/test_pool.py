@@ -19,7 +19,20 @@ from train import Config
 class World:
     """What happens outside the pool: rollouts that end when the schedule says so, a trainer, kills. Checks every rule."""
 
-    def __init__(self, kind, seed, n_rows, epochs, prompts, samples, max_lag, oversample, filtered, fails, kills):
+    def __init__(
+        self,
+        kind,
+        seed,
+        n_rows,
+        epochs,
+        prompts,
+        samples,
+        max_lag,
+        oversample,
+        filtered,
+        fails,
+        kills,
+    ):
         self.kind, self.random, self.fails, self.kills = kind, Random(seed), fails, kills
         band = (0.0, 1.0) if filtered else (-math.inf, math.inf)
         self.cfg = Config(
@@ -37,7 +50,9 @@ class World:
 
     def open(self, state):
         self.running, self.handed = {}, []  # handed: being trained
-        self.pool = self.kind(self.cfg, self.rows, [self], 2, pickle.loads(state) if state else None)
+        self.pool = self.kind(
+            self.cfg, self.rows, [self], 2, pickle.loads(state) if state else None
+        )
 
     # ---- in the place of a Runner
 
@@ -46,10 +61,13 @@ class World:
         future = asyncio.get_running_loop().create_future()
         self.running[group_id, attempt] = future, self.version, rollout_ids
         alive = [f for f, *_ in self.running.values() if not f.done()]
-        assert len(alive) + len(self.handed) <= self.capacity, "more groups in flight than the capacity"
-        assert len([k for k, (f, *_) in self.running.items() if k[0] == group_id and not f.done()]) == 1, (
-            "started twice"
+        assert len(alive) + len(self.handed) <= self.capacity, (
+            "more groups in flight than the capacity"
         )
+        assert (
+            len([k for k, (f, *_) in self.running.items() if k[0] == group_id and not f.done()])
+            == 1
+        ), "started twice"
         return future
 
     async def end_one(self):
@@ -57,15 +75,23 @@ class World:
         alive = [k for k, (f, *_) in self.running.items() if not f.done()]
         if not alive:
             return False
-        key = self.random.choice(alive[: self.random.choice((1, len(alive)))])  # at times the oldest
+        key = self.random.choice(
+            alive[: self.random.choice((1, len(alive)))]
+        )  # at times the oldest
         future, version, ids = self.running[key]
         level = self.random.random() if self.filtered else 0.5
         outs = []
         for i in ids:
-            reward = float(self.random.random() < (0.0 if level < 0.2 else 1.0 if level > 0.8 else 0.5))
+            reward = float(
+                self.random.random() < (0.0 if level < 0.2 else 1.0 if level > 0.8 else 0.5)
+            )
             failed = self.random.random() < self.fails
             outs.append(Rollout(key[0], i, Result(reward), error="boom" if failed else ""))
-        self.outcome[key[0]] = version, [o.rollout_id for o in outs if not o.error], [o.result.reward for o in outs]
+        self.outcome[key[0]] = (
+            version,
+            [o.rollout_id for o in outs if not o.error],
+            [o.result.reward for o in outs],
+        )
         future.set_result(outs)
         await self.spin()
         return True
@@ -100,10 +126,14 @@ class World:
             assert g not in self.trained and g < self.total, "trained twice, or from nowhere"
         assert list(groups) == sorted(groups)
         alive = [k for k, (f, *_) in self.running.items() if not f.done()]
-        assert len(groups) == self.cfg.prompts or not alive, "a batch is small while others are running"
+        assert len(groups) == self.cfg.prompts or not alive, (
+            "a batch is small while others are running"
+        )
         finished = [g.id for g in self.pool.groups.values() if g.rollouts]
         for g in finished:  # of what had ended, the oldest
-            assert max((self.outcome[h][0], h) for h in groups) < (self.outcome[g][0], g), "a younger one was preferred"
+            assert max((self.outcome[h][0], h) for h in groups) < (self.outcome[g][0], g), (
+                "a younger one was preferred"
+            )
         if not self.cfg.max_lag:
             assert not alive, "something is in flight across a strictly on-policy batch"
         return list(groups)
@@ -122,7 +152,9 @@ class World:
                 continue
             self.trained += groups
             self.handed = []
-            self.version += self.random.random() < 0.8  # it stands still in a warm-up or after a skipped step
+            self.version += (
+                self.random.random() < 0.8
+            )  # it stands still in a warm-up or after a skipped step
             self.pool.refitted(self.version)
             if step % 2:
                 self.saved = (
@@ -135,7 +167,9 @@ class World:
         else:
             raise AssertionError("no end")
         ended = self.pool.ended["lost"] + self.pool.ended["filtered"]
-        assert sorted(self.trained + ended) == list(range(self.total)), "a prompt is lost, or counted twice"
+        assert sorted(self.trained + ended) == list(range(self.total)), (
+            "a prompt is lost, or counted twice"
+        )
         assert not self.pool.groups and not self.pool.queue and not self.pool.store
 
     async def kill(self):
@@ -244,7 +278,9 @@ def batches(n_rows, reward, most=2, **flags):
                 future = asyncio.get_running_loop().create_future()
                 started.append(group_id)
                 if group_id not in hold:
-                    future.set_result([Rollout(group_id, i, Result(r)) for i, r in zip(ids, reward(group_id))])
+                    future.set_result(
+                        [Rollout(group_id, i, Result(r)) for i, r in zip(ids, reward(group_id))]
+                    )
                 return future
 
         runner, found = Runner(), []
@@ -269,7 +305,9 @@ def test_groups_whose_rewards_do_not_differ_are_replaced_until_the_cap_and_then_
     (first, second), _ = batches(40, equal, dynamic_sampling=(0.0, 1.0))
     assert first[0] == [1, 2] and first[1]["groups/filtered"] == 1
     assert second[0] == [4, 5] and second[1]["groups/filtered"] == 1
-    (first, *_), started = batches(40, lambda g: [1.0, 1.0], dynamic_sampling=(0.0, 1.0), max_filtered=3.0)
+    (first, *_), started = batches(
+        40, lambda g: [1.0, 1.0], dynamic_sampling=(0.0, 1.0), max_filtered=3.0
+    )
     assert first[0] == [6, 7] and first[1]["groups/filtered"] == 6
     (first, *_), _ = batches(40, lambda g: [1.0, 1.0])
     assert first[0] == [0, 1]
@@ -280,17 +318,29 @@ def test_the_slowest_are_not_waited_for_with_oversample_and_start_again():
     assert (
         first[0] == [1, 3] and first[1]["lag/dropped"] == 2
     )  # strictly on-policy: what is left cannot be trained any more
-    assert second[0] == [0, 2] and second[1]["lag/dropped"] == 2  # they start again first, at the new version
+    assert (
+        second[0] == [0, 2] and second[1]["lag/dropped"] == 2
+    )  # they start again first, at the new version
     assert started[:6] == [0, 1, 2, 3, 0, 2] and started.count(0) == started.count(2) == 2
 
 
 def test_a_batch_is_read_from_its_files_as_it_was_written(tmp_path):
     rows = []
     for i, n in enumerate((5, 9, 4)):
-        fields = [np.arange(n, dtype=np.int32), np.arange(n) > 2, np.linspace(0, -1, n, dtype=np.float32)]
+        fields = [
+            np.arange(n, dtype=np.int32),
+            np.arange(n) > 2,
+            np.linspace(0, -1, n, dtype=np.float32),
+        ]
         experts = np.full((n, 2, 2), i, np.uint8)
         row = Segment(
-            *fields, np.full(n, i, np.int32), experts, np.arange(n) < n - 1, [(2, n, b"\x00mark\xff")], 7, 70 + i // 2
+            *fields,
+            np.full(n, i, np.int32),
+            experts,
+            np.arange(n) < n - 1,
+            [(2, n, b"\x00mark\xff")],
+            7,
+            70 + i // 2,
         )
         rows.append(row)
     results = [Result(0.5, [0.5], {"a": 1.0}, {"calls": np.float32(2.0)}, True), Result()]
@@ -298,13 +348,30 @@ def test_a_batch_is_read_from_its_files_as_it_was_written(tmp_path):
         {"group": 7, "id": 70 + i, "result": r, "seconds": 1.5, "replies": 2, "other_ids": 1}
         for i, r in enumerate(results)
     ]
-    batch = {"version": 3, "counts": {"rollouts/finished": 2}, "first_error": "x", "rollouts": rollouts}
-    batch["rows"] = [{"id": i, "rollout": i // 2, "tokens": len(s), "trained": 1} for i, s in enumerate(rows)]
+    batch = {
+        "version": 3,
+        "counts": {"rollouts/finished": 2},
+        "first_error": "x",
+        "rollouts": rollouts,
+    }
+    batch["rows"] = [
+        {"id": i, "rollout": i // 2, "tokens": len(s), "trained": 1} for i, s in enumerate(rows)
+    ]
     write_batch(tmp_path / "new" / "1.jsonl", batch, rows)
     again, segments = read_batch(tmp_path / "new" / "1.jsonl")
-    assert again | {"rows": 0} == batch | {"rows": 0} and [r["rollout"] for r in again["rows"]] == [0, 0, 1]
+    assert again | {"rows": 0} == batch | {"rows": 0} and [r["rollout"] for r in again["rows"]] == [
+        0,
+        0,
+        1,
+    ]
     for s, t in zip(rows, segments, strict=True):
         for name in PARTS:
-            assert (getattr(s, name) == getattr(t, name)).all() and getattr(s, name).dtype == getattr(t, name).dtype
-        assert (s.replies, s.group_id, s.rollout_id) == ([tuple(r) for r in t.replies], t.group_id, t.rollout_id)
+            assert (getattr(s, name) == getattr(t, name)).all() and getattr(
+                s, name
+            ).dtype == getattr(t, name).dtype
+        assert (s.replies, s.group_id, s.rollout_id) == (
+            [tuple(r) for r in t.replies],
+            t.group_id,
+            t.rollout_id,
+        )
     assert segments[0].reward == 0.5 and segments[0].truncated and not segments[2].truncated

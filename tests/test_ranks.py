@@ -13,9 +13,19 @@ pytestmark = pytest.mark.e2e
 def result(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for world in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+        ]
         out = subprocess.run(
-            [*command, "tests/ranks.py", tiny, str(folder)], capture_output=True, text=True, timeout=300
+            [*command, "tests/ranks.py", tiny, str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert out.returncode == 0, out.stderr[-3000:]
     return lambda name, world: torch.load(folder / f"{name}-{world}.pt")
@@ -29,7 +39,9 @@ def same(a, b, what):
         for name in a[kind]:
             scale = a[kind][name].abs().max().clamp(min=1e-6)
             gap = ((a[kind][name] - b[kind][name]).abs().max() / scale).item()
-            assert gap <= 1e-6 * (1 if kind == "weights" else 3), f"{what}: {kind} of {name} differ by {gap:.1e}"
+            assert gap <= 1e-6 * (1 if kind == "weights" else 3), (
+                f"{what}: {kind} of {name} differ by {gap:.1e}"
+            )
 
 
 @pytest.mark.parametrize("model", ["dense", "tied", "moe", "sequences", "critic", "critic-tied"])
@@ -42,7 +54,9 @@ def test_many_micro_batches_give_the_gradient_of_few(result):
     same(result("dense", 1), result("dense-many", 2), "2 ranks, 100 tokens a micro-batch")
     for name in ("sequences", "critic"):
         same(result(name, 1), result(f"{name}-many", 1), f"{name}, 100 tokens a micro-batch")
-        same(result(name, 1), result(f"{name}-many", 2), f"{name}, 2 ranks, 100 tokens a micro-batch")
+        same(
+            result(name, 1), result(f"{name}-many", 2), f"{name}, 2 ranks, 100 tokens a micro-batch"
+        )
 
 
 def test_the_loss_of_two_ranks_is_that_of_one_to_a_millionth(result):
@@ -66,7 +80,11 @@ def test_activations_computed_again_in_backward_give_the_same_gradient(result, m
     """For a mixture of experts the recompute must route as the forward did, here to experts that the gate would not choose."""
     for world in (1, 2):
         assert result(f"{model}-again", world)["wrapped"] > 0 == result(model, world)["wrapped"]
-        same(result(model, 1), result(f"{model}-again", world), f"{model} computed again on {world} ranks")
+        same(
+            result(model, 1),
+            result(f"{model}-again", world),
+            f"{model} computed again on {world} ranks",
+        )
 
 
 def test_the_load_balance_of_experts_is_that_of_all_ranks_and_micro_batches(result):
@@ -77,7 +95,9 @@ def test_the_load_balance_of_experts_is_that_of_all_ranks_and_micro_batches(resu
         for world in (1, 2):
             other = result(name, world)
             same(one, other, f"{name} on {world} ranks")
-            assert other["metrics"]["loss/balance"] == pytest.approx(one["metrics"]["loss/balance"], rel=1e-6)
+            assert other["metrics"]["loss/balance"] == pytest.approx(
+                one["metrics"]["loss/balance"], rel=1e-6
+            )
     plain = result("moe", 1)
     for name, gradient in one["gradients"].items():
         if name.endswith("gate.weight"):
@@ -101,8 +121,12 @@ def test_two_ranks_give_the_adapters_of_one_and_send_the_same_sums(result, model
 def test_weights_that_stay_in_cpu_memory_learn_the_same(result, model, world):
     """The policy has to be that of every group of FSDP's: where it is dropped, a CPU would not show it otherwise."""
     plain, offloaded = result(model, world), result(f"{model}-offloaded", world)
-    assert set(plain["homes"].values()) <= {"NoneType"} and set(offloaded["homes"].values()) == {"CPUOffloadPolicy"}
-    assert offloaded["weights"].keys() - offloaded["homes"].keys() == {n for n in plain["weights"] if "value_head" in n}
+    assert set(plain["homes"].values()) <= {"NoneType"} and set(offloaded["homes"].values()) == {
+        "CPUOffloadPolicy"
+    }
+    assert offloaded["weights"].keys() - offloaded["homes"].keys() == {
+        n for n in plain["weights"] if "value_head" in n
+    }
     for kind in ("gradients", "weights", "sent"):
         assert plain[kind].keys() == offloaded[kind].keys()
         unequal = [n for n in plain[kind] if not torch.equal(plain[kind][n], offloaded[kind][n])]
@@ -113,7 +137,9 @@ def test_weights_that_stay_in_cpu_memory_learn_the_same(result, model, world):
 def test_a_checkpoint_goes_to_weights_in_cpu_memory_and_back(result, world):
     for saved, (went_on, resumed) in result("exchanged", world).items():
         assert went_on.keys() == resumed.keys()
-        assert all(torch.equal(went_on[n], resumed[n]) for n in went_on), f"saved with --offload {saved}"
+        assert all(torch.equal(went_on[n], resumed[n]) for n in went_on), (
+            f"saved with --offload {saved}"
+        )
 
 
 def test_muon_steps_on_two_ranks_as_on_one(result):

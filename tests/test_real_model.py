@@ -21,8 +21,19 @@ def test_a_pretrained_model_keeps_its_tokens_and_agrees_with_its_engine(tmp_path
     assert os.path.isdir(MODEL), "run `make real-model`, which makes it"
     (tmp_path / "brief.py").write_text(AGENT)
     topics = ("rivers", "bread", "chess", "whales", "old maps", "tea", "bridges", "owls")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Tell me about {t}."}) + "\n" for t in topics))
-    numbers = dict(prompts=4, samples=4, steps=3, max_turns=2, max_tokens=96, max_context=512, lr=1e-5, max_gap=1e-4)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Tell me about {t}."}) + "\n" for t in topics)
+    )
+    numbers = dict(
+        prompts=4,
+        samples=4,
+        steps=3,
+        max_turns=2,
+        max_tokens=96,
+        max_context=512,
+        lr=1e-5,
+        max_gap=1e-4,
+    )
     numbers |= dict(tokens_per_microbatch=2048)
     flags = ["--model", MODEL, "--agent", tmp_path / "brief.py"]
     flags += ["--data", tmp_path / "rows.jsonl", "--out", tmp_path / "run"]
@@ -34,5 +45,10 @@ def test_a_pretrained_model_keeps_its_tokens_and_agrees_with_its_engine(tmp_path
     for row in rows:
         assert row["gap/on_version_mean"] <= 1e-4 and row["gap/on_version_p999"] <= 1e-4
         assert row["tokens/digest_mismatch"] == 0 and row["rollouts/turns"] > 1
-        print({k: row[k] for k in ("rollouts/retokenised", "gap/on_version_mean", "gap/on_version_p999")})
+        print(
+            {
+                k: row[k]
+                for k in ("rollouts/retokenised", "gap/on_version_mean", "gap/on_version_p999")
+            }
+        )
     assert sum(row["rollouts/retokenised"] for row in rows) / 3 >= 0.1

@@ -41,14 +41,18 @@ def reply_of(exchanges, i):
 
 
 @pytest.mark.parametrize("name", PARENTS)
-def test_every_recorded_request_attaches_where_it_should(name, chat, monkeypatch):  # noqa: F811
+def test_every_recorded_request_attaches_where_it_should(name, chat, monkeypatch):
     async def go():
         exchanges, engine, nodes, parents = RECORDED[name]["exchanges"], Engine(chat), [], []
         forest = Forest(chat, engine.generate, None, 200, 1_000_000, {}, grammar=grammar)
         for i, exchange in enumerate(exchanges):
             sent, (reader, body, headers) = reply_of(exchanges, i), request(exchange)
             monkeypatch.setattr(server, "mint", lambda *_, sent=sent: sent)
-            forest.parse = lambda *_, sent=sent: (None, "", [("", c.name, c.arguments) for c in sent.calls])
+            forest.parse = lambda *_, sent=sent: (
+                None,
+                "",
+                [("", c.name, c.arguments) for c in sent.calls],
+            )
             engine.script = ["x"]
             try:
                 (node,) = forest.answer(reader(body, headers, forest.past))
@@ -58,7 +62,9 @@ def test_every_recorded_request_attaches_where_it_should(name, chat, monkeypatch
                 continue
             await node.task
             forest.left(node, not (exchange["stub_note"] or "").startswith("FAULT"), 0)
-            parents.append("again" if node in nodes else nodes.index(node.parent) if node.parent else None)
+            parents.append(
+                "again" if node in nodes else nodes.index(node.parent) if node.parent else None
+            )
             nodes.append(node)
             if node.base:  # an extension holds what was sampled before, id by id
                 assert engine.asked[-1][0][: len(node.base.ids())] == node.base.ids()

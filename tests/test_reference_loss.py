@@ -10,7 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_loss import ADVANTAGES, BEHAVIOUR, CASES, INF, LOGPROBS, MASK, NAN, OLD, D, active, bounded_exp, close
+from test_loss import (
+    ADVANTAGES,
+    BEHAVIOUR,
+    CASES,
+    INF,
+    LOGPROBS,
+    MASK,
+    NAN,
+    OLD,
+    D,
+    active,
+    bounded_exp,
+    close,
+)
 
 from loss import (
     CLIPS,
@@ -38,9 +51,14 @@ def configs(name):
     """What the loss may read, and nothing else: its papers' band, a wide one, and a dual clip where there is a clip."""
     if name in ("ppo", "gspo", "gspo_token"):
         bands = [(*CLIPS[name], 0.0), (0.2, 0.28, 0.0), (0.1, 0.4, 1.3)]
-        return [SimpleNamespace(clip_low=low, clip_high=high, dual_clip=dual) for low, high, dual in bands]
+        return [
+            SimpleNamespace(clip_low=low, clip_high=high, dual_clip=dual)
+            for low, high, dual in bands
+        ]
     if name in ("cispo", "gmpo"):
-        return [SimpleNamespace(clip_low=low, clip_high=high) for low, high in (CLIPS[name], (0.1, 0.3))]
+        return [
+            SimpleNamespace(clip_low=low, clip_high=high) for low, high in (CLIPS[name], (0.1, 0.3))
+        ]
     return {
         "pg": [None],
         "sapo": [SimpleNamespace(sapo_tau=(1.0, 1.05)), SimpleNamespace(sapo_tau=(2.0, 0.7))],
@@ -49,7 +67,9 @@ def configs(name):
 
 
 PAIRS = [(name, cfg) for name in LOSSES for cfg in configs(name)]
-every_loss = pytest.mark.parametrize("name, cfg", PAIRS, ids=[f"{name}{i}" for i, (name, _) in enumerate(PAIRS)])
+every_loss = pytest.mark.parametrize(
+    "name, cfg", PAIRS, ids=[f"{name}{i}" for i, (name, _) in enumerate(PAIRS)]
+)
 
 
 def clip(x, low, high):
@@ -77,7 +97,9 @@ def token_formula(name, t, tokens, cfg):
         case "ppo":
             return clipped_loss(bounded_exp(x - o), a, cfg)
         case "gspo":
-            return clipped_loss(bounded_exp(math.fsum(y - p for _, y, _, p, _, _ in tokens) / n), a, cfg)
+            return clipped_loss(
+                bounded_exp(math.fsum(y - p for _, y, _, p, _, _ in tokens) / n), a, cfg
+            )
         case "gspo_token":
             s = bounded_exp(math.fsum(f - p for _, _, f, p, _, _ in tokens) / n)
             return clipped_loss(s * bounded_exp(x - frozen), a, cfg)
@@ -125,14 +147,18 @@ def value_agrees(name, function, cfg, cases=CASES):
     return all(close(call(function, case, cfg)[0], formula(name, case, cfg)[0]) for case in cases)
 
 
-MILD = [case for case in CASES if case[4].any() and (case[0] - case[1])[case[4]].abs().max() < 5][:12]
+MILD = [case for case in CASES if case[4].any() and (case[0] - case[1])[case[4]].abs().max() < 5][
+    :12
+]
 
 
 def gradient(function, case, cfg, tokens):
     """Of sum(loss·tokens) by the log-probs."""
     x = case[0].clone().requires_grad_()
     losses, _ = call(function, [x, *case[1:]], cfg)
-    return torch.autograd.grad((losses.masked_fill(~case[4], 0.0) * tokens).sum(), x, allow_unused=True)[0]
+    return torch.autograd.grad(
+        (losses.masked_fill(~case[4], 0.0) * tokens).sum(), x, allow_unused=True
+    )[0]
 
 
 def differences(name, case, cfg, tokens, h=1e-6):
@@ -150,8 +176,12 @@ def differences(name, case, cfg, tokens, h=1e-6):
 def gradient_agrees(name, function, cfg, cases=MILD):
     generator = torch.Generator().manual_seed(0)
     for case in cases:
-        tokens = torch.rand(case[4].shape, generator=generator, dtype=D)  # another weight for each token
-        if not close(gradient(function, case, cfg, tokens), differences(name, case, cfg, tokens), 1e-6):
+        tokens = torch.rand(
+            case[4].shape, generator=generator, dtype=D
+        )  # another weight for each token
+        if not close(
+            gradient(function, case, cfg, tokens), differences(name, case, cfg, tokens), 1e-6
+        ):
             return False
     return True
 
@@ -165,7 +195,9 @@ def test_a_loss_is_its_formula(name, cfg):
         if "loss/clip_share" in metrics:
             assert metrics["loss/clip_share"] == (formula(name, case, cfg)[1].sum(), case[4].sum())
         if "loss/ratio_max" in metrics:
-            assert metrics["loss/ratio_max"].isfinite() and not metrics["loss/ratio_max"].requires_grad
+            assert (
+                metrics["loss/ratio_max"].isfinite() and not metrics["loss/ratio_max"].requires_grad
+            )
 
 
 @every_loss
@@ -176,7 +208,9 @@ def test_the_gradient_is_that_of_finite_differences(name, cfg):
 @pytest.mark.parametrize("sign, expected", [(1.0, 0.967), (-1.0, 1.105)])
 def test_worked_values_of_gmpo(sign, expected):
     u, mask = torch.tensor([[0.6, -0.6, 0.1]], dtype=D), torch.ones(1, 3).bool()
-    losses, metrics = LOSSES["gmpo"](u, torch.zeros(1, 3), torch.full((1, 3), sign), mask, configs("gmpo")[0])
+    losses, metrics = LOSSES["gmpo"](
+        u, torch.zeros(1, 3), torch.full((1, 3), sign), mask, configs("gmpo")[0]
+    )
     assert (losses + sign * expected).abs().max() < 5e-4 and metrics["loss/clip_share"] == (1, 3)
 
 
@@ -197,12 +231,21 @@ def test_a_sequence_loss_is_the_same_on_all_tokens_of_a_row_and_its_token_mean_i
 def test_gspo_and_gspo_token_have_the_gradient_of_the_sequence():
     """Under a token mean and one advantage per row, both spread the same gradient."""
     case = [LOGPROBS, OLD, BEHAVIOUR, ADVANTAGES, MASK]
-    cfg, tokens = SimpleNamespace(clip_low=0.5, clip_high=0.5, dual_clip=0.0), 1 / MASK.sum(1, keepdim=True)
-    assert close(gradient(LOSSES["gspo"], case, cfg, tokens), gradient(LOSSES["gspo_token"], case, cfg, tokens))
+    cfg, tokens = (
+        SimpleNamespace(clip_low=0.5, clip_high=0.5, dual_clip=0.0),
+        1 / MASK.sum(1, keepdim=True),
+    )
+    assert close(
+        gradient(LOSSES["gspo"], case, cfg, tokens),
+        gradient(LOSSES["gspo_token"], case, cfg, tokens),
+    )
 
 
 def test_a_clipped_token_has_a_gradient_in_cispo_and_none_in_ppo():
-    case = [x[:1, :1] for x in (torch.tensor([[0.0]]), torch.tensor([[-1.0]]), OLD, torch.tensor([[2.0]]), MASK)]
+    case = [
+        x[:1, :1]
+        for x in (torch.tensor([[0.0]]), torch.tensor([[-1.0]]), OLD, torch.tensor([[2.0]]), MASK)
+    ]
     cfg = SimpleNamespace(clip_low=0.2, clip_high=0.2, dual_clip=0.0)
     assert gradient(LOSSES["ppo"], case, cfg, 1.0).item() == 0
     assert gradient(LOSSES["cispo"], case, cfg, 1.0).item() == pytest.approx(-1.2 * 2)
@@ -213,17 +256,23 @@ def test_a_clipped_token_has_a_gradient_in_cispo_and_none_in_ppo():
 def test_what_stands_off_the_mask_changes_nothing(name, cfg, junk):
     results = []
     for filler in (0.0, junk):
-        tensors = [x.float().masked_fill(~MASK, filler) for x in (LOGPROBS, OLD, BEHAVIOUR, ADVANTAGES)]
+        tensors = [
+            x.float().masked_fill(~MASK, filler) for x in (LOGPROBS, OLD, BEHAVIOUR, ADVANTAGES)
+        ]
         losses, metrics = call(LOSSES[name], [*tensors, MASK], cfg)
         slope = gradient(LOSSES[name], [*tensors, MASK], cfg, 1.0)
-        results.append([*losses.flatten().tolist(), *slope.flatten().tolist(), *map(str, metrics.values())])
+        results.append(
+            [*losses.flatten().tolist(), *slope.flatten().tolist(), *map(str, metrics.values())]
+        )
     assert results[0] == results[1] and "nan" not in map(str, results[0])
 
 
 @every_loss
 def test_ratios_of_e80_stay_finite(name, cfg):
     mask = torch.ones(1, 2).bool()
-    for far, further, sign in itertools.product((80.0, -80.0), (-80.0, -160.0, 0.0), (1.0, -1.0, 0.0)):
+    for far, further, sign in itertools.product(
+        (80.0, -80.0), (-80.0, -160.0, 0.0), (1.0, -1.0, 0.0)
+    ):
         old = torch.tensor([[further + far, -0.5]])
         case = [torch.tensor([[further, -0.5]]), old, old - far, torch.full((1, 2), sign), mask]
         assert call(LOSSES[name], case, cfg)[0].isfinite().all()
@@ -233,7 +282,10 @@ def test_ratios_of_e80_stay_finite(name, cfg):
 @every_loss
 def test_a_batch_without_action_tokens_gives_zero_and_not_nan(name, cfg):
     case = [LOGPROBS, OLD, BEHAVIOUR, ADVANTAGES, torch.zeros_like(MASK)]
-    assert not call(LOSSES[name], case, cfg)[0].any() and not gradient(LOSSES[name], case, cfg, 1.0).any()
+    assert (
+        not call(LOSSES[name], case, cfg)[0].any()
+        and not gradient(LOSSES[name], case, cfg, 1.0).any()
+    )
 
 
 @every_loss
@@ -247,7 +299,9 @@ def test_losses_keep_the_dtype_of_the_log_probs(name, cfg):
 
 
 OFF, BAND = ("off", "mask", (1.0, 1.0)), (0.97, 1.04)
-ROLLOUT = torch.tensor([0, 0, 1, 2, 3, 3, 3, 4, 5, 0, 6, 6])  # of each row of `step_rows`; rollout 7 has no row
+ROLLOUT = torch.tensor(
+    [0, 0, 1, 2, 3, 3, 3, 4, 5, 0, 6, 6]
+)  # of each row of `step_rows`; rollout 7 has no row
 FILLER = 12
 
 
@@ -335,7 +389,11 @@ def test_seq_mean_is_the_mean_over_rollouts_of_the_token_mean(kept):
     losses = formula("ppo", rows, configs("ppo")[0])[0]
     means = []
     for r in range(8):
-        own = [(losses[b, t] * weights[b, t], weights[b, t]) for b, t in rows[4].nonzero().tolist() if owner(b) == r]
+        own = [
+            (losses[b, t] * weights[b, t], weights[b, t])
+            for b, t in rows[4].nonzero().tolist()
+            if owner(b) == r
+        ]
         n = len(own) if kept == "all" else sum(w != 0 for _, w in own)
         means += [sum(x for x, _ in own) / n] if n else []
     assert 4 < len(means) < 8  # a rollout without a counted token has no mean
@@ -375,7 +433,10 @@ def gate_agrees(function, level, band):
             for t, _, _ in tokens:
                 want[b, t] = band[0] <= unit <= band[1]
         weights, metrics = function(old, behaviour, mask, level, "mask", band, gate_only=True)
-        if not torch.equal(weights, want) or metrics["is/rejected"] != ((want[mask] == 0).sum(), mask.sum()):
+        if not torch.equal(weights, want) or metrics["is/rejected"] != (
+            (want[mask] == 0).sum(),
+            mask.sum(),
+        ):
             return False
     return True
 
@@ -406,7 +467,12 @@ def kl_formula(case, kind):
 
 def kl_agrees(function, kind, cases=CASES):
     return all(
-        torch.allclose(function(x, ref, mask, kind)[0], kl_formula((x, ref, 0, 0, mask), kind), rtol=1e-10, atol=1e-10)
+        torch.allclose(
+            function(x, ref, mask, kind)[0],
+            kl_formula((x, ref, 0, 0, mask), kind),
+            rtol=1e-10,
+            atol=1e-10,
+        )
         for x, ref, _, _, mask in cases
     )
 
@@ -439,17 +505,24 @@ def test_the_expected_gradient_of_k2_is_that_of_the_reverse_kl_and_of_k1_is_zero
         return torch.autograd.grad((logits.softmax(0).detach() * losses).sum(), logits)[0]
 
     logprobs, mask = logits.log_softmax(0)[None], torch.ones(1, 4).bool()
-    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True
+    )
     assert close(expected(kl_loss(logits.log_softmax(0)[None], ref[None], mask, "k2")[0]), exact)
-    assert not close(expected(kl_loss(logits.log_softmax(0)[None], ref[None], mask, "k3")[0]), exact)
+    assert not close(
+        expected(kl_loss(logits.log_softmax(0)[None], ref[None], mask, "k3")[0]), exact
+    )
     assert expected(logits.log_softmax(0) - ref).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
-    "kl, expected", [(0.1, 2.0), (0.11, 2.0128), (0.2, 2.0256), (9.0, 2.0256), (0.0, 1.9744), (0.09, 1.9872)]
+    "kl, expected",
+    [(0.1, 2.0), (0.11, 2.0128), (0.2, 2.0256), (9.0, 2.0256), (0.0, 1.9744), (0.09, 1.9872)],
 )
 def test_the_adaptive_coefficient_follows_the_kl(kl, expected):
-    assert adapt_kl(2.0, kl, target=0.1, horizon=10_000, rollouts=640) == pytest.approx(expected, abs=1e-9)
+    assert adapt_kl(2.0, kl, target=0.1, horizon=10_000, rollouts=640) == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 def entropy_agrees(function):
@@ -457,7 +530,10 @@ def entropy_agrees(function):
     for entropy, _, _, _, mask in CASES:
         tokens = [x for _, row in active(entropy, mask) for _, x in row]
         n = max(1, len(tokens))
-        if not close(aggregate(function(entropy, mask), torch.ones(mask.shape), mask, n), -math.fsum(tokens) / n):
+        if not close(
+            aggregate(function(entropy, mask), torch.ones(mask.shape), mask, n),
+            -math.fsum(tokens) / n,
+        ):
             return False
     return True
 
@@ -477,7 +553,10 @@ def value_formula(case, clip_at):
 
 def value_loss_agrees(function, clip_at, cases=CASES):
     return all(
-        close(function(v, old, targets, mask, clip_at)[0], value_formula((v, old, 0, targets, mask), clip_at))
+        close(
+            function(v, old, targets, mask, clip_at)[0],
+            value_formula((v, old, 0, targets, mask), clip_at),
+        )
         for v, old, _, targets, mask in cases
     )
 
@@ -488,7 +567,11 @@ def test_the_value_loss_is_its_formula(clip_at):
     x = LOGPROBS.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda v: value_loss(v, OLD, ADVANTAGES, MASK, clip_at)[0], x)
     x = x.detach().masked_fill(~MASK, NAN).requires_grad_()
-    assert torch.autograd.grad(value_loss(x, OLD, ADVANTAGES, MASK, clip_at)[0].sum(), x)[0].isfinite().all()
+    assert (
+        torch.autograd.grad(value_loss(x, OLD, ADVANTAGES, MASK, clip_at)[0].sum(), x)[0]
+        .isfinite()
+        .all()
+    )
 
 
 def test_worked_value_loss():
@@ -512,7 +595,9 @@ def balance_agrees(function):
     for i in range(4):
         share = sum(i in probs[b, t].topk(2).indices for b, t in tokens) / (2 * len(tokens))
         want += 4 * share * sum(probs[b, t, i].item() for b, t in tokens) / len(tokens)
-    dealt = sum(function(probs[i : i + 2], mask[i : i + 2], counts, len(tokens)) for i in range(0, 5, 2))
+    dealt = sum(
+        function(probs[i : i + 2], mask[i : i + 2], counts, len(tokens)) for i in range(0, 5, 2)
+    )
     return close(function(probs, mask, counts, len(tokens)), want) and close(dealt, want)
 
 
@@ -521,14 +606,19 @@ def test_the_load_balance_loss_is_its_formula_in_any_number_of_micro_batches():
     probs, mask, counts = routed()
     x = probs.masked_fill(~mask[..., None], NAN).requires_grad_()
     (slope,) = torch.autograd.grad(balance_loss(x, mask, counts, 20), x)
-    assert torch.autograd.gradcheck(lambda p: balance_loss(p, mask, counts, 20), probs.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda p: balance_loss(p, mask, counts, 20), probs.requires_grad_()
+    )
     assert close(slope[mask][0], 4 * counts.double() / counts.sum() / 20) and not slope[~mask].any()
 
 
 def test_the_load_balance_loss_of_uniform_routing_is_one_and_of_one_expert_is_their_number():
     mask, even = torch.ones(2, 3).bool(), torch.full((2, 3, 4), 0.25)
     assert balance_loss(even, mask, torch.full((4,), 3), 6) == 1
-    assert balance_loss(torch.eye(4)[torch.zeros(2, 3).long()], mask, torch.tensor([6, 0, 0, 0]), 6) == 4
+    assert (
+        balance_loss(torch.eye(4)[torch.zeros(2, 3).long()], mask, torch.tensor([6, 0, 0, 0]), 6)
+        == 4
+    )
     assert balance_loss(even, torch.zeros(2, 3).bool(), torch.zeros(4), 0) == 0
 
 
@@ -560,7 +650,9 @@ def test_planted_clip_per_token_instead_of_per_sequence_is_seen():
 
 def test_planted_sequence_ratio_with_the_other_s_gradient_is_seen():
     cfg = configs("gspo")[1]
-    assert value_agrees("gspo", LOSSES["gspo_token"], cfg) and value_agrees("gspo_token", LOSSES["gspo"], cfg)
+    assert value_agrees("gspo", LOSSES["gspo_token"], cfg) and value_agrees(
+        "gspo_token", LOSSES["gspo"], cfg
+    )
     assert not gradient_agrees("gspo", LOSSES["gspo_token"], cfg)
     assert not gradient_agrees("gspo_token", LOSSES["gspo"], cfg)
 
@@ -576,7 +668,9 @@ def test_planted_gradient_through_the_weight_of_cispo_is_seen():
 
 def test_planted_temperatures_of_sapo_exchanged_are_seen():
     def exchanged(logprobs, old, advantages, mask, cfg, behaviour_logprobs=None):
-        return LOSSES["sapo"](logprobs, old, advantages, mask, SimpleNamespace(sapo_tau=cfg.sapo_tau[::-1]))
+        return LOSSES["sapo"](
+            logprobs, old, advantages, mask, SimpleNamespace(sapo_tau=cfg.sapo_tau[::-1])
+        )
 
     assert not value_agrees("sapo", exchanged, configs("sapo")[0])
 
@@ -595,7 +689,9 @@ def test_planted_dppo_against_the_old_log_probs_or_without_a_direction_is_seen()
 
     def both_ways(logprobs, old, advantages, mask, cfg, behaviour_logprobs=None):
         losses, _ = LOSSES["dppo"](logprobs, old, advantages, mask, cfg, behaviour_logprobs)
-        return losses.masked_fill((logprobs.exp() - behaviour_logprobs.exp()).abs() > cfg.dppo_delta, 0.0), {}
+        return losses.masked_fill(
+            (logprobs.exp() - behaviour_logprobs.exp()).abs() > cfg.dppo_delta, 0.0
+        ), {}
 
     for variant in (against_old, both_ways):
         assert not value_agrees("dppo", variant, configs("dppo")[0])
@@ -625,11 +721,16 @@ def test_planted_denominator_per_micro_batch_is_seen(agg):
 
 def test_planted_mean_over_segments_instead_of_rollouts_is_seen():
     rows = step_rows()
-    cfg, whole = configs("ppo")[0], whole_step("ppo", configs("ppo")[0], "seq_mean", OFF, "all", [ALL])[0]
+    cfg, whole = (
+        configs("ppo")[0],
+        whole_step("ppo", configs("ppo")[0], "seq_mean", OFF, "all", [ALL])[0],
+    )
     rows = [r[:FILLER] for r in rows]
     losses, _ = call(LOSSES["ppo"], rows, cfg)
     share, segments = seq_mean(rows[4].sum(1))  # one count a row
-    assert not close(aggregate(losses, share[:, None] * torch.ones(12, 9), rows[4], segments), whole, 1e-3)
+    assert not close(
+        aggregate(losses, share[:, None] * torch.ones(12, 9), rows[4], segments), whole, 1e-3
+    )
 
 
 def test_planted_entropy_over_padding_is_seen():
@@ -654,15 +755,21 @@ def test_planted_value_loss_of_the_smaller_error_is_seen():
 
 def test_planted_k3_with_the_ratio_inverted_is_seen():
     assert not kl_agrees(lambda x, ref, mask, kind: kl_loss(ref, x, mask, kind), "k3")
-    assert kl_agrees(lambda x, ref, mask, kind: kl_loss(ref, x, mask, kind), "k2")  # only k3 tells them apart
+    assert kl_agrees(
+        lambda x, ref, mask, kind: kl_loss(ref, x, mask, kind), "k2"
+    )  # only k3 tells them apart
 
 
 def test_planted_expert_counts_per_micro_batch_are_seen():
     def local(probs, mask, counts, tokens):
-        return balance_loss(probs, mask, probs.topk(2).indices[mask].flatten().bincount(minlength=4), tokens)
+        return balance_loss(
+            probs, mask, probs.topk(2).indices[mask].flatten().bincount(minlength=4), tokens
+        )
 
     assert not balance_agrees(local)
 
 
 def test_planted_experts_of_padding_are_seen():
-    assert not balance_agrees(lambda probs, mask, *rest: balance_loss(probs, torch.ones_like(mask), *rest))
+    assert not balance_agrees(
+        lambda probs, mask, *rest: balance_loss(probs, torch.ones_like(mask), *rest)
+    )

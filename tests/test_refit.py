@@ -20,7 +20,11 @@ def unpack(flat, meta):
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]), st.integers(0, 5), st.integers(1, 7)),
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+            st.integers(0, 5),
+            st.integers(1, 7),
+        ),
         min_size=1,
     )
 )
@@ -45,7 +49,9 @@ def test_buckets_keep_the_order_and_the_limit(sizes, limit):
 @example(8, PAGE, 1)  # equal sums of row and column
 @example(7, PAGE + 7, 128)  # the sign, whose product with an even number is nothing
 def test_a_checksum_sees_a_changed_and_a_moved_byte(i, j, bits):
-    flat = torch.randint(0, 255, (3 * PAGE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    flat = torch.randint(
+        0, 255, (3 * PAGE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     changed = flat.clone()
     changed[i] ^= bits
     assert checksum(changed) != checksum(flat)
@@ -57,8 +63,15 @@ def test_a_checksum_sees_a_changed_and_a_moved_byte(i, j, bits):
 def test_a_tied_head_is_sent_once_and_in_the_dtype_of_the_refit(tiny):
     from transformers import AutoModelForCausalLM
 
-    names = [n for n, t in hf_tensors(AutoModelForCausalLM.from_pretrained(f"{tiny}/tied"), torch.bfloat16)]
-    assert len(names) == len(set(names)) and "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    names = [
+        n
+        for n, t in hf_tensors(AutoModelForCausalLM.from_pretrained(f"{tiny}/tied"), torch.bfloat16)
+    ]
+    assert (
+        len(names) == len(set(names))
+        and "model.embed_tokens.weight" in names
+        and "lm_head.weight" not in names
+    )
     sent = dict(hf_tensors(AutoModelForCausalLM.from_pretrained(f"{tiny}/dense"), torch.bfloat16))
     assert "lm_head.weight" in sent and {t.dtype for t in sent.values()} == {torch.bfloat16}
 

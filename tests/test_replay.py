@@ -20,7 +20,9 @@ def segment(n, replies, seed=0, rollout_id=0):
         mask[a:b] = True
     logprobs = np.where(mask, -rng.random(n), 0).astype(np.float32)
     versions = np.where(mask, 0, -1).astype(np.int32)
-    marks = [(a, b, digest(tokens[:a], tokens[a:b], logprobs[a:b], versions[a:b])) for a, b in replies]
+    marks = [
+        (a, b, digest(tokens[:a], tokens[a:b], logprobs[a:b], versions[a:b])) for a, b in replies
+    ]
     return Segment(tokens, mask, logprobs, versions, replies=marks, rollout_id=rollout_id)
 
 
@@ -39,7 +41,9 @@ def small():
     st.integers(1, 8),
     st.integers(100, 400),
 )
-def test_every_row_is_dealt_once_within_the_budget_and_ranks_have_equal_counts(lengths, ranks, budget):
+def test_every_row_is_dealt_once_within_the_budget_and_ranks_have_equal_counts(
+    lengths, ranks, budget
+):
     dealt = plan(lengths, ranks, budget)
     assert len(dealt) == ranks and len({len(d) for d in dealt}) == 1
     assert sorted(i for d in dealt for m in d for i in m) == list(range(len(lengths)))
@@ -59,13 +63,24 @@ def test_a_row_over_the_budget_is_refused_by_name():
 
 def test_logprobs_stand_at_their_own_token(small):
     """Against logits of each row alone, without padding: the shift, the padding and the chunking at once."""
-    rows = [segment(9, [(2, 4), (6, 9)]), segment(5, [(1, 5)], seed=1), segment(12, [(11, 12)], seed=2)]
+    rows = [
+        segment(9, [(2, 4), (6, 9)]),
+        segment(5, [(1, 5)], seed=1),
+        segment(12, [(11, 12)], seed=2),
+    ]
     want = []
     for row in rows:
         ids = torch.tensor(row.tokens)[None].long()
         logits = small(ids).logits[0].double() / 0.7
-        logprobs = torch.cat([torch.zeros(1), logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0].detach()])
-        entropies = torch.cat([torch.zeros(1), torch.distributions.Categorical(logits=logits[:-1]).entropy().detach()])
+        logprobs = torch.cat(
+            [
+                torch.zeros(1),
+                logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0].detach(),
+            ]
+        )
+        entropies = torch.cat(
+            [torch.zeros(1), torch.distributions.Categorical(logits=logits[:-1]).entropy().detach()]
+        )
         want.append((logprobs * torch.tensor(row.mask), entropies * torch.tensor(row.mask)))
     got = Replay(small, 0.7).forward(pack(rows, [2, 0, 1]))
     for b, i in enumerate([2, 0, 1]):
@@ -111,7 +126,9 @@ def test_the_logits_of_a_batch_never_exist_at_once(small, monkeypatch):
 def test_an_empty_micro_batch_trains_nothing_but_has_a_graph(small):
     logprobs, _ = Replay(small, 1.0).forward(pack([], []))
     logprobs.sum().backward()
-    assert logprobs.requires_grad and all(p.grad is None or (p.grad == 0).all() for p in small.parameters())
+    assert logprobs.requires_grad and all(
+        p.grad is None or (p.grad == 0).all() for p in small.parameters()
+    )
 
 
 def test_identity_holds_for_packed_rows_and_counts_them():
@@ -120,7 +137,14 @@ def test_identity_holds_for_packed_rows_and_counts_them():
 
 
 @pytest.mark.parametrize(
-    "bug", ["another id", "a mask shifted by one", "a log-prob dropped", "another version", "a changed prompt"]
+    "bug",
+    [
+        "another id",
+        "a mask shifted by one",
+        "a log-prob dropped",
+        "another version",
+        "a changed prompt",
+    ],
 )
 def test_identity_catches(bug):
     row = segment(9, [(2, 4), (6, 9)])
@@ -151,7 +175,11 @@ def test_missing_experts_are_counted_and_a_rows_last_token_is_not_one_of_them(sm
     row = segment(6, [(2, 6)])
     row.experts, row.experts_ok = np.zeros((6, 2, 2), np.uint8), np.array([1, 1, 1, 0, 1, 0], bool)
     micro = pack([row, segment(3, [(1, 3)])], [0])
-    assert (micro.experts[0, 3] == -1).all() and (micro.experts[0, 5] == -1).all() and (micro.experts[0, 4] == 0).all()
+    assert (
+        (micro.experts[0, 3] == -1).all()
+        and (micro.experts[0, 5] == -1).all()
+        and (micro.experts[0, 4] == 0).all()
+    )
     scorer = Replay(small, 1.0)
     scorer.routers = [Router(0), Router(1)]
     metrics = scorer.expert_metrics(micro)

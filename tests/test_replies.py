@@ -37,13 +37,21 @@ ODD = '{"city":  "Z\\u00fcrich",\n "z": 1.0, "a": 1e3, "n": null, "city": "\U000
 SAID = {  # text, reasoning, calls
     "text": ("\n\nLet me look. \u00e9\U0001f600\u2028\x85\r\n\n", None, []),
     "thought": ("Four.", "\ntwo and two\n\n  is \U0001f600", []),
-    "calls": ("I look.", "hm", [("look", ODD, ""), ("look", '{"city":"B"}', ""), ("spawn", "{}", "agents")]),
+    "calls": (
+        "I look.",
+        "hm",
+        [("look", ODD, ""), ("look", '{"city":"B"}', ""), ("spawn", "{}", "agents")],
+    ),
     "only a call": ("", None, [("look", '{"city": "B"}', "")]),
     "no arguments": ("", None, [("now", "", "")]),
     "thought only": ("", "hm", []),
     "nothing": ("", None, []),
     "blank": (" \n", None, []),
-    "malformed": ("I try.", "hm", [("look", '{"city": "B', ""), ("look", '{"city": "C"}', ""), ("look", "[1]", "")]),
+    "malformed": (
+        "I try.",
+        "hm",
+        [("look", '{"city": "B', ""), ("look", '{"city": "C"}', ""), ("look", "[1]", "")],
+    ),
     "only malformed": ("", None, [("look", "{'city'", "")]),
 }
 
@@ -66,20 +74,33 @@ class Server:
             wire = "messages" if http.url.path.endswith("messages") else "chat"
             return httpx2.Response(400, json=error(wire, 400, str(e), e.error_code))
         self.requests.append(req)
-        self.answers = [answer(req.wire, self.said, node, **self.more) for node in (NODE, OTHER)[: req.n]]
+        self.answers = [
+            answer(req.wire, self.said, node, **self.more) for node in (NODE, OTHER)[: req.n]
+        ]
         if not req.stream:
             return httpx2.Response(200, json=write(req, self.answers))
         self.text = "".join(streamed(req, self.answers))
-        return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.text.encode())
+        return httpx2.Response(
+            200, headers={"content-type": "text/event-stream"}, content=self.text.encode()
+        )
 
     def openai(self, **more):
         http = httpx2.Client(transport=httpx2.MockTransport(self))
-        more = {"base_url": "http://s/v1", "max_retries": 0, "_strict_response_validation": True} | more
+        more = {
+            "base_url": "http://s/v1",
+            "max_retries": 0,
+            "_strict_response_validation": True,
+        } | more
         return openai.OpenAI(api_key="k", http_client=http, **more)
 
     def anthropic(self):
-        http, strict = httpx2.Client(transport=httpx2.MockTransport(self)), {"_strict_response_validation": True}
-        return anthropic.Anthropic(api_key="k", base_url="http://s", http_client=http, max_retries=0, **strict)
+        http, strict = (
+            httpx2.Client(transport=httpx2.MockTransport(self)),
+            {"_strict_response_validation": True},
+        )
+        return anthropic.Anthropic(
+            api_key="k", base_url="http://s", http_client=http, max_retries=0, **strict
+        )
 
     def ask(self, wire, history=(), stream=False, **more):
         """What the wire's SDK makes of the reply, by its stream helper or not."""
@@ -89,7 +110,10 @@ class Server:
         elif wire == "chat":
             api, more = self.openai().chat.completions, dict(messages=messages) | more
         else:
-            api, more = self.openai().responses, dict(input=messages, include=["reasoning.encrypted_content"]) | more
+            api, more = (
+                self.openai().responses,
+                dict(input=messages, include=["reasoning.encrypted_content"]) | more,
+            )
         if not stream:
             return api.create(model="m", **more)
         with api.stream(model="m", **more) as events:
@@ -97,8 +121,12 @@ class Server:
             if wire == "messages":
                 return events.get_final_message()
             try:
-                return events.get_final_completion() if wire == "chat" else events.get_final_response()
-            except openai.LengthFinishReasonError as e:  # the helper's own word for a reply that was cut
+                return (
+                    events.get_final_completion() if wire == "chat" else events.get_final_response()
+                )
+            except (
+                openai.LengthFinishReasonError
+            ) as e:  # the helper's own word for a reply that was cut
                 return e.completion
 
 
@@ -119,7 +147,9 @@ def events(wire, said, body=(), **more):
     """The data of all frames, without the keep-alives' and the end's."""
     req = request(wire, **dict(body))
     frames = streamed(req, [answer(wire, said, node, **more) for node in (NODE, OTHER)[: req.n]])
-    return [json.loads(f.partition("data: ")[2]) for f in frames if "data: " in f and "[DONE]" not in f]
+    return [
+        json.loads(f.partition("data: ")[2]) for f in frames if "data: " in f and "[DONE]" not in f
+    ]
 
 
 def plain(message):
@@ -135,10 +165,18 @@ def plain(message):
 def echoes(wire, reply):
     """The ways in which programs put a reply back into their history."""
     if wire == "messages":
-        dumps = [reply.content, [b.model_dump() for b in reply.content], [b.to_dict() for b in reply.content]]
+        dumps = [
+            reply.content,
+            [b.model_dump() for b in reply.content],
+            [b.to_dict() for b in reply.content],
+        ]
         return [[{"role": "assistant", "content": blocks}] for blocks in dumps]
     if wire == "responses":
-        return [reply.output, [i.model_dump() for i in reply.output], [i.to_dict() for i in reply.output]]
+        return [
+            reply.output,
+            [i.model_dump() for i in reply.output],
+            [i.to_dict() for i in reply.output],
+        ]
     message = reply.choices[-1].message
     return [[message], [message.model_dump()], [message.to_dict()]]
 
@@ -149,8 +187,14 @@ def test_every_field_that_the_official_types_require_is_there(wire, said):
     kind = {"chat": ChatCompletion, "responses": Response, "messages": Message}[wire]
     body = write(request(wire), [answer(wire, said)])
     assert kind.model_validate(body).model == "m"
-    chunk = {"chat": ChatCompletionChunk, "responses": ResponseStreamEvent, "messages": RawMessageStreamEvent}[wire]
-    for event in events(wire, said, {"stream_options": {"include_usage": True}} if wire == "chat" else ()):
+    chunk = {
+        "chat": ChatCompletionChunk,
+        "responses": ResponseStreamEvent,
+        "messages": RawMessageStreamEvent,
+    }[wire]
+    for event in events(
+        wire, said, {"stream_options": {"include_usage": True}} if wire == "chat" else ()
+    ):
         if event.get("type") != "ping":
             TypeAdapter(chunk).validate_python(event)
 
@@ -175,7 +219,9 @@ def test_an_echo_is_the_turn_that_was_sent(wire, said, stream):
         [got] = [t for t in server.requests[-1].turns if isinstance(t, As)]
         sent = server.answers[0].turn
         # an object's text is the client's own
-        assert same_turn(got, sent) in (("T0", "T1") if wire == "messages" and sent.calls else ("T0",))
+        assert same_turn(got, sent) in (
+            ("T0", "T1") if wire == "messages" and sent.calls else ("T0",)
+        )
         # the one place without an id that comes back
         bare = wire == "messages" and not (sent.reasoning or sent.calls)
         assert set(got.anchors) <= set(sent.anchors) and bool(got.anchors) != bare
@@ -189,14 +235,18 @@ def test_every_id_that_is_sent_is_an_anchor_and_the_same_on_a_replay(wire):
         if not isinstance(value, dict):
             return set()
         named = ("id", "call_id", "item_id", "signature", "encrypted_content", NODE_KEY)
-        return {value[k] for k in named if value.get(k)} | {i for v in value.values() for i in ids(v)}
+        return {value[k] for k in named if value.get(k)} | {
+            i for v in value.values() for i in ids(v)
+        }
 
     body = {"include": ["reasoning.encrypted_content"]} if wire == "responses" else {}
     whole = ids(write(request(wire, **body), [answer(wire, SAID["calls"])]))
     assert whole == ids(write(request(wire, **body), [answer(wire, SAID["calls"])]))
     assert whole == ids(events(wire, SAID["calls"], body))
     assert whole <= set(mint(NODE, wire, *SAID["calls"]).anchors)
-    assert set(mint(NODE, wire, *SAID["calls"]).anchors).isdisjoint(mint(OTHER, wire, *SAID["calls"]).anchors)
+    assert set(mint(NODE, wire, *SAID["calls"]).anchors).isdisjoint(
+        mint(OTHER, wire, *SAID["calls"]).anchors
+    )
     prefix = "toolu_" if wire == "messages" else "call_"
     assert {c.id.startswith(prefix) for c in mint(NODE, wire, *SAID["calls"]).calls} == {True}
     assert all(len(i) <= 64 and i.replace("-", "_").isidentifier() for i in whole - {NODE})
@@ -214,7 +264,18 @@ def test_arguments_are_the_raw_text_on_both_openai_wires(said):
 
 
 DEEP = '{"a": ' + "[" * 250 + "]" * 250 + "}"  # more than the stream helper's parser takes
-BROKEN = ['{"a": ', "[1]", "null", '"x"', '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "{} b", "[" * 9999, DEEP]
+BROKEN = [
+    '{"a": ',
+    "[1]",
+    "null",
+    '"x"',
+    '{"a": NaN}',
+    '{"a": 1e999}',
+    '{"a": "\\ud800"}',
+    "{} b",
+    "[" * 9999,
+    DEEP,
+]
 
 
 @pytest.mark.parametrize("arguments", BROKEN)
@@ -222,21 +283,26 @@ def test_arguments_that_spell_no_object_are_text_on_the_anthropic_wire(arguments
     server = Server(("So:", None, [("look", arguments, "")]))
     for stream in (False, True):
         reply = server.ask("messages", stream=stream)
-        assert [b.to_dict() for b in reply.content] == [{"type": "text", "text": f"So:\nlook({arguments})"}]
+        assert [b.to_dict() for b in reply.content] == [
+            {"type": "text", "text": f"So:\nlook({arguments})"}
+        ]
         assert reply.stop_reason == "end_turn"
 
 
 def test_the_calls_beside_a_malformed_one_are_still_made():
     reply = Server(SAID["malformed"]).ask("messages", stream=True)
     assert [b.type for b in reply.content] == ["thinking", "text", "tool_use"]
-    assert reply.content[1].text == 'I try.\nlook({"city": "B)\nlook([1])' and reply.content[2].input == {"city": "C"}
+    assert reply.content[1].text == 'I try.\nlook({"city": "B)\nlook([1])' and reply.content[
+        2
+    ].input == {"city": "C"}
     assert reply.stop_reason == "tool_use"
 
 
 @pytest.mark.parametrize("text", ["", "I look."])
 def test_chat_chunks_open_a_call_with_empty_arguments(text):
     role, *deltas = [
-        e["choices"][0]["delta"] for e in events("chat", (text, "hm", [("look", ODD, ""), ("now", "", "")]))
+        e["choices"][0]["delta"]
+        for e in events("chat", (text, "hm", [("look", ODD, ""), ("now", "", "")]))
     ]
     calls = mint(NODE, "chat", text, "hm", [("look", ODD, ""), ("now", "", "")]).calls
     opened = [
@@ -262,8 +328,20 @@ def test_responses_events_come_in_the_order_that_codex_reads():
     assert [e["type"] for e in found] == [
         "response.created",
         *["response.in_progress"] * 3,
-        *(item[0], part[0], "response.reasoning_summary_text.delta", "response.reasoning_summary_text.done", part[1]),
-        *(item[1], item[0], "response.content_part.added", "response.output_text.delta", "response.output_text.done"),
+        *(
+            item[0],
+            part[0],
+            "response.reasoning_summary_text.delta",
+            "response.reasoning_summary_text.done",
+            part[1],
+        ),
+        *(
+            item[1],
+            item[0],
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.done",
+        ),
         *("response.content_part.done", item[1], item[0], "response.function_call_arguments.delta"),
         *("response.function_call_arguments.done", item[1], "response.completed"),
     ]
@@ -291,7 +369,14 @@ def test_anthropic_events_stream_each_block_from_nothing():
     start, delta, stop = (f"content_block_{k}" for k in ("start", "delta", "stop"))
     assert kinds == [
         *((start, 0), (delta, 0), (delta, 0), (stop, 0), (start, 1), (delta, 1), (stop, 1)),
-        *((start, 2), (delta, 2), (delta, 2), (stop, 2), ("message_delta", None), ("message_stop", None)),
+        *(
+            (start, 2),
+            (delta, 2),
+            (delta, 2),
+            (stop, 2),
+            ("message_delta", None),
+            ("message_stop", None),
+        ),
     ]
     assert [e["content_block"] for e in found if e["type"] == start] == [
         {"type": "thinking", "thinking": "", "signature": ""},
@@ -362,35 +447,59 @@ def test_each_wire_has_its_own_word_for_the_end(finish, stop, called, chat, mess
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_counts_the_whole_prompt_and_its_cached_part(stream):
-    server, options = Server(SAID["calls"]), {"stream_options": {"include_usage": True}} if stream else {}
+    server, options = (
+        Server(SAID["calls"]),
+        {"stream_options": {"include_usage": True}} if stream else {},
+    )
     usage = server.ask("chat", stream=stream, **options).usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (100, 9, 109)
-    assert usage.prompt_tokens_details.cached_tokens == 64 and usage.completion_tokens_details.reasoning_tokens == 4
+    assert (
+        usage.prompt_tokens_details.cached_tokens == 64
+        and usage.completion_tokens_details.reasoning_tokens == 4
+    )
     usage = server.ask("responses", stream=stream).usage
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (100, 9, 109)
-    assert usage.input_tokens_details.cached_tokens == 64 and usage.output_tokens_details.reasoning_tokens == 4
+    assert (
+        usage.input_tokens_details.cached_tokens == 64
+        and usage.output_tokens_details.reasoning_tokens == 4
+    )
     usage = server.ask("messages", stream=stream).usage
     # a client adds up the three to know how full its context is
-    assert usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens == 100
+    assert (
+        usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+        == 100
+    )
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (36, 64, 9)
 
 
 def test_the_first_anthropic_event_counts_the_prompt_already():
-    first, last = events("messages", SAID["text"])[0]["message"]["usage"], events("messages", SAID["text"])[-2]["usage"]
+    first, last = (
+        events("messages", SAID["text"])[0]["message"]["usage"],
+        events("messages", SAID["text"])[-2]["usage"],
+    )
     assert first | {"output_tokens": 9} == last
 
 
 def test_the_usage_chunk_comes_only_if_asked_for_and_before_the_end():
     bare = streamed(request("chat"), [answer("chat", SAID["text"])])
     assert bare[-1] == "data: [DONE]\n\n" and not any("usage" in f for f in bare)
-    asked = streamed(request("chat", stream_options={"include_usage": True}), [answer("chat", SAID["text"])])
+    asked = streamed(
+        request("chat", stream_options={"include_usage": True}), [answer("chat", SAID["text"])]
+    )
     usage = json.loads(asked[-2].removeprefix("data: "))
-    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 109 and len(asked) == len(bare) + 1
+    assert (
+        usage["choices"] == []
+        and usage["usage"]["total_tokens"] == 109
+        and len(asked) == len(bare) + 1
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_choice_is_its_own_node_and_the_prompt_counts_once(stream):
-    server, options = Server(SAID["calls"]), {"stream_options": {"include_usage": True}} if stream else {}
+    server, options = (
+        Server(SAID["calls"]),
+        {"stream_options": {"include_usage": True}} if stream else {},
+    )
     reply = server.ask("chat", stream=stream, n=2, **options)
     assert [c.index for c in reply.choices] == [0, 1] and reply.id == f"chatcmpl-{NODE}"
     assert [getattr(c.message, NODE_KEY) for c in reply.choices] == [NODE, OTHER]
@@ -400,7 +509,9 @@ def test_each_choice_is_its_own_node_and_the_prompt_counts_once(stream):
     [echo, *_] = echoes("chat", reply)
     server.ask("chat", echo)
     [got] = [t for t in server.requests[-1].turns if isinstance(t, As)]
-    assert same_turn(got, answer("chat", SAID["calls"], OTHER).turn) == "T0" and OTHER in got.anchors
+    assert (
+        same_turn(got, answer("chat", SAID["calls"], OTHER).turn) == "T0" and OTHER in got.anchors
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -415,13 +526,18 @@ def test_reasoning_is_in_every_place_where_a_client_looks():
     [choice] = Server(SAID["thought"]).ask("chat").choices
     assert choice.message.reasoning_content == choice.message.reasoning == SAID["thought"][1]
     thought = Server(SAID["thought"]).ask("responses").output[0]
-    assert thought.summary[0].text == thought.content[0].text == SAID["thought"][1] and thought.encrypted_content
+    assert (
+        thought.summary[0].text == thought.content[0].text == SAID["thought"][1]
+        and thought.encrypted_content
+    )
     assert Server(SAID["thought"]).ask("responses", include=[]).output[0].encrypted_content is None
     assert Server(SAID["thought"]).ask("messages").content[0].thinking == SAID["thought"][1]
 
 
 def test_an_empty_completion_is_one_empty_text():
-    assert [b.to_dict() for b in Server(SAID["nothing"]).ask("messages").content] == [{"type": "text", "text": ""}]
+    assert [b.to_dict() for b in Server(SAID["nothing"]).ask("messages").content] == [
+        {"type": "text", "text": ""}
+    ]
     [item] = Server(SAID["nothing"]).ask("responses").output
     assert item.type == "message" and item.content[0].text == ""
     assert Server(SAID["nothing"]).ask("chat").choices[0].message.content == ""
@@ -440,10 +556,14 @@ ERRORS = [
 
 @pytest.mark.parametrize("status,kind,of_openai,of_anthropic", ERRORS)
 @pytest.mark.parametrize("wire", WIRES)
-def test_an_error_raises_the_sdk_s_own_class(monkeypatch, wire, status, kind, of_openai, of_anthropic):
+def test_an_error_raises_the_sdk_s_own_class(
+    monkeypatch, wire, status, kind, of_openai, of_anthropic
+):
     server = Server(SAID["text"])
     monkeypatch.setattr(
-        Server, "__call__", lambda *_: httpx2.Response(status, json=error(wire, status, "too bad", "c"))
+        Server,
+        "__call__",
+        lambda *_: httpx2.Response(status, json=error(wire, status, "too bad", "c")),
     )
     with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as e:
         server.ask(wire)
@@ -453,7 +573,10 @@ def test_an_error_raises_the_sdk_s_own_class(monkeypatch, wire, status, kind, of
 
 
 def test_the_shape_of_an_error_without_a_code():
-    assert error("messages", 400, "m") == {"type": "error", "error": {"type": "invalid_request_error", "message": "m"}}
+    assert error("messages", 400, "m") == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "m"},
+    }
     plain_error = {"message": "m", "type": "invalid_request_error", "param": None, "code": None}
     assert error("responses", 400, "m") == error("chat", 400, "m") == {"error": plain_error}
 
@@ -461,7 +584,10 @@ def test_the_shape_of_an_error_without_a_code():
 def test_a_thread_is_refused_in_the_shape_that_the_sdk_acts_on():
     details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     body = {"type": "invalid_request_error", "message": "m", "details": details}
-    assert error("messages", 400, "m", "thread_unsupported_request") == {"type": "error", "error": body}
+    assert error("messages", 400, "m", "thread_unsupported_request") == {
+        "type": "error",
+        "error": body,
+    }
     assert error("messages", 400, "m", "other")["error"]["details"] == {"error_code": "other"}
 
 
@@ -490,7 +616,10 @@ def test_the_tool_runner_does_without_a_thread_when_told_so():
     last = server.anthropic().beta.messages.tool_runner(**ask).until_done()
     assert last.content[-1].text == "Four." and [len(r.turns) for r in server.requests] == [1, 3]
     first = answer("messages", SAID["only a call"]).turn
-    assert same_turn(server.requests[-1].turns[1], first) == "T0" and server.requests[-1].turns[2].text == "sun in B"
+    assert (
+        same_turn(server.requests[-1].turns[1], first) == "T0"
+        and server.requests[-1].turns[2].text == "sun in B"
+    )
 
 
 def test_a_reply_is_made_from_what_it_is_given_alone():
@@ -498,4 +627,6 @@ def test_a_reply_is_made_from_what_it_is_given_alone():
     before = repr(vars(a))
     write(request("messages"), [a])
     write(request("messages"), [a])["usage"]["output_tokens"] = 0
-    assert repr(vars(a)) == before and write(request("messages"), [a])["usage"]["output_tokens"] == 9
+    assert (
+        repr(vars(a)) == before and write(request("messages"), [a])["usage"]["output_tokens"] == 9
+    )

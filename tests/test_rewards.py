@@ -139,9 +139,17 @@ def test_a_reward_alone_is_an_agent_of_one_turn():
 
 
 def test_toy_repositories_are_many_and_each_shows_its_bug(namespaces, tmp_path):
-    rows = {kind: [toy_repos.make(random.Random(i), kind) for i in range(200)] for kind in ("fix", "write")}
-    assert rows == {kind: [toy_repos.make(random.Random(i), kind) for i in range(200)] for kind in rows}
-    assert all(len({row["prompt"] + json.dumps(row.get("files")) for row in rows[kind]}) == 200 for kind in rows)
+    rows = {
+        kind: [toy_repos.make(random.Random(i), kind) for i in range(200)]
+        for kind in ("fix", "write")
+    }
+    assert rows == {
+        kind: [toy_repos.make(random.Random(i), kind) for i in range(200)] for kind in rows
+    }
+    assert all(
+        len({row["prompt"] + json.dumps(row.get("files")) for row in rows[kind]}) == 200
+        for kind in rows
+    )
     bugs = {row["files"]["solution.py"] for row in rows["fix"]}
     assert len(bugs) > 30 and not bugs & set(map(inspect.getsource, toy_repos.TASKS))
     planted = {(f, bug) for f, (pairs, _) in toy_repos.TASKS.items() for bug in pairs}
@@ -155,13 +163,17 @@ def test_toy_repositories_are_many_and_each_shows_its_bug(namespaces, tmp_path):
         (tmp_path / "solution.py").write_text(right)
         assert subprocess.run(test, cwd=tmp_path, capture_output=True, timeout=20).stdout == b"ok\n"
     command = [sys.executable, "examples/toy_repos.py", "write", "3"]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    made = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.splitlines()
     assert [json.loads(line) for line in made] == rows["write"][:3]
 
 
 def test_a_repository_is_graded_by_hidden_calls_whose_answers_it_never_meets(namespaces, tmp_path):
     row = next(
-        r for i in range(99) if (r := toy_repos.make(random.Random(i), "fix"))["label"]["function"] == "to_roman"
+        r
+        for i in range(99)
+        if (r := toy_repos.make(random.Random(i), "fix"))["label"]["function"] == "to_roman"
     )
     label, solution = json.loads(json.dumps(row["label"])), tmp_path / "solution.py"
     assert solved("", label, "", str(tmp_path)) == 0.0  # there is no solution

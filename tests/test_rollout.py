@@ -45,7 +45,9 @@ def scripted(chat, *texts):
         ids_out = [*chat.encode(next(left)), chat.tokenizer.eos_token_id][:max_tokens]
         out = np.asarray(ids_out, np.int32)
         logprobs, versions = -np.ones(len(out), np.float32), np.zeros(len(out), np.int32)
-        return Reply(out, logprobs, versions, digest(np.asarray(ids), out, logprobs, versions), "stop")
+        return Reply(
+            out, logprobs, versions, digest(np.asarray(ids), out, logprobs, versions), "stop"
+        )
 
     generate.asked = []
     return generate
@@ -64,7 +66,11 @@ def test_an_episode_is_one_row_that_ends_with_the_last_reply(chat):
     generate = scripted(chat, "<calc>17+25</calc>", "<answer>42</answer>")
     out = episode(chat, Agent(), generate)
     (row,) = out.segments
-    assert (out.result.reward, out.result.turn_rewards, out.result.truncated) == (1.0, [0.0, 1.0], False)
+    assert (out.result.reward, out.result.turn_rewards, out.result.truncated) == (
+        1.0,
+        [0.0, 1.0],
+        False,
+    )
     assert (row.group_id, row.rollout_id, row.reward, row.info) == (3, 25, 1.0, {"calls": 1.0})
     assert row.tokens.tolist() == generate.asked[1][0] + [
         *chat.encode("<answer>42</answer>"),
@@ -82,11 +88,19 @@ def test_an_async_environment_may_give_several_messages(chat):
 
         async def step(self, reply):
             await asyncio.sleep(0)
-            return [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}], 0.25, reply == "no", {}
+            return (
+                [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}],
+                0.25,
+                reply == "no",
+                {},
+            )
 
     out = episode(chat, Waits(), scripted(chat, "yes", "yes", "no"))
     text = chat.tokenizer.decode(out.segments[0].tokens)
-    assert out.result.reward == 0.75 and text.count("<|im_start|>tool\na<|im_end|>\n<|im_start|>user\nb<|im_end|>") == 2
+    assert (
+        out.result.reward == 0.75
+        and text.count("<|im_start|>tool\na<|im_end|>\n<|im_start|>user\nb<|im_end|>") == 2
+    )
 
 
 def test_limits_on_turns_and_context_truncate_and_a_long_prompt_makes_no_row(chat):
@@ -116,7 +130,12 @@ class Scripted(Engine):
     """An Engine without vLLM: a prompt's first id says what happens to it."""
 
     def __init__(self):
-        self.tasks, self.replies, self.batches, self.cancelled = {}, defaultdict(asyncio.Queue), [], []
+        self.tasks, self.replies, self.batches, self.cancelled = (
+            {},
+            defaultdict(asyncio.Queue),
+            [],
+            [],
+        )
         self.llm = SimpleNamespace(errored=False)
 
     async def submit(self, runner, requests):
@@ -124,7 +143,9 @@ class Scripted(Engine):
         await asyncio.sleep(0.001)  # as long as a call takes
         await super().submit(runner, requests)
 
-    async def generate(self, name, ids, max_tokens, known=0, temperature=None, stop=(), grammar=None):
+    async def generate(
+        self, name, ids, max_tokens, known=0, temperature=None, stop=(), grammar=None
+    ):
         try:
             await asyncio.sleep({0: 0.001, 1: 0.02, 2: 60, 3: 0}[ids[0]] if ids[0] < 4 else 0)
         except asyncio.CancelledError:
@@ -157,7 +178,9 @@ def test_requests_travel_in_batches_and_each_gets_its_own_reply():
     async def run():
         engine = Scripted()
         line = Line(Remote(engine))
-        replies = await asyncio.gather(*[line.generate(f"{i}", [i % 2, i], 4, 0) for i in range(200)])
+        replies = await asyncio.gather(
+            *[line.generate(f"{i}", [i % 2, i], 4, 0) for i in range(200)]
+        )
         assert [r.tokens.tolist() for r in replies] == [[i % 2, i] for i in range(200)]
         assert engine.batches == [200] and not line.waiting and not engine.tasks
         again = [line.generate(f"a{i}", [0, i], 4, 0) for i in range(3)]
@@ -172,13 +195,24 @@ def test_a_request_that_fails_fails_alone_and_a_cancelled_one_stops_its_engine()
         line = Line(Remote(engine))
         slow = asyncio.create_task(line.generate("slow", [2], 4, 0))
         bad, good = await asyncio.gather(
-            line.generate("bad", [3], 4, 0), line.generate("good", [1], 4, 0), return_exceptions=True
+            line.generate("bad", [3], 4, 0),
+            line.generate("good", [1], 4, 0),
+            return_exceptions=True,
         )
-        assert isinstance(bad, EngineFault) and "no such token" in str(bad) and good.tokens.tolist() == [1]
+        assert (
+            isinstance(bad, EngineFault)
+            and "no such token" in str(bad)
+            and good.tokens.tolist() == [1]
+        )
         slow.cancel()
         await asyncio.wait([slow])
         await asyncio.sleep(0.02)
-        assert slow.cancelled() and engine.cancelled == ["slow"] and not engine.tasks and not line.waiting
+        assert (
+            slow.cancelled()
+            and engine.cancelled == ["slow"]
+            and not engine.tasks
+            and not line.waiting
+        )
         unsent = asyncio.create_task(line.generate("unsent", [2], 4, 0))
         line.sender = asyncio.create_task(asyncio.sleep(0.01))  # a call is on its way
         await asyncio.sleep(0)
@@ -240,7 +274,11 @@ class FakeRunner:
         async def run(rollout_id):
             self.started.append((group_id, rollout_id, attempt))
             await asyncio.sleep((rollout_id * 7919 % 5) / 1000)
-            error = "Traceback: boom" if self.fails(group_id, attempt, rollout_id % self.samples) else ""
+            error = (
+                "Traceback: boom"
+                if self.fails(group_id, attempt, rollout_id % self.samples)
+                else ""
+            )
             return Rollout(group_id, rollout_id, Result(), [], error)
 
         return asyncio.gather(*map(run, rollout_ids))
@@ -258,27 +296,35 @@ def drain(p, steps=100):
             batches.append(batch)
             started = len(p.runners[0].started)
             await asyncio.sleep(0.01)
-            assert len(p.runners[0].started) == started  # nothing runs between a batch and its refit
+            assert (
+                len(p.runners[0].started) == started
+            )  # nothing runs between a batch and its refit
             p.refitted(p.version + 1)
         return batches
 
     return asyncio.run(asyncio.wait_for(run(), 30))
 
 
-@pytest.mark.parametrize("n_rows,prompts,epochs", [(10, 4, 1), (3, 4, 1), (8, 4, 2), (1, 1, 3), (5, 16, 2)])
+@pytest.mark.parametrize(
+    "n_rows,prompts,epochs", [(10, 4, 1), (3, 4, 1), (8, 4, 2), (1, 1, 3), (5, 16, 2)]
+)
 def test_every_prompt_is_trained_once_a_pass_and_the_run_ends_by_itself(n_rows, prompts, epochs):
     runner = FakeRunner(2)
     batches = drain(pool(n_rows, runner, prompts=prompts, data_epochs=epochs))
     groups = [g for b in batches for g in sorted({r["group"] for r in b["rollouts"]})]
     assert groups == list(range(n_rows * epochs))
-    assert [len({r["group"] for r in b["rollouts"]}) for b in batches][:-1] == [prompts] * (len(batches) - 1)
+    assert [len({r["group"] for r in b["rollouts"]}) for b in batches][:-1] == [prompts] * (
+        len(batches) - 1
+    )
 
 
 def test_the_order_of_prompts_comes_from_the_seed_and_goes_on_from_a_checkpoint():
     def prompts(state=None, steps=9, seed=0):
         runner, asked = FakeRunner(2), []
         remote = runner.remote
-        runner.rollouts = SimpleNamespace(remote=lambda *a: asked.append((a[1], a[0][0].messages)) or remote(*a))
+        runner.rollouts = SimpleNamespace(
+            remote=lambda *a: asked.append((a[1], a[0][0].messages)) or remote(*a)
+        )
         p = pool(20, runner, state=state, seed=seed, data_epochs=2, prompts=5)
         drain(p, steps)
         return [messages[0]["content"] for _, messages in sorted(asked, key=lambda x: x[0])], p
@@ -309,20 +355,31 @@ def test_the_columns_of_prompt_and_label_have_the_names_that_the_flags_give():
 
 def test_a_group_with_two_left_trains_and_a_smaller_one_is_queued_once_more():
     runner = FakeRunner(
-        3, fails=lambda group, attempt, i: (group == 1 and i == 0) or (group == 2 and attempt == 0 and i < 2)
+        3,
+        fails=lambda group, attempt, i: (
+            (group == 1 and i == 0) or (group == 2 and attempt == 0 and i < 2)
+        ),
     )
     (first, *_) = drain(pool(4, runner, samples=3), 1)
     sizes = {g: sum(r["group"] == g for r in first["rollouts"]) for g in range(4)}
     assert sizes == {0: 3, 1: 2, 2: 3, 3: 3}
-    none = dict.fromkeys(("groups/lost", "groups/filtered", "groups/rerun", "requests/rerun", "lag/dropped"), 0)
-    assert first["counts"] == {"rollouts/finished": 11, "rollouts/failed": 3, "groups/retried": 1} | none
+    none = dict.fromkeys(
+        ("groups/lost", "groups/filtered", "groups/rerun", "requests/rerun", "lag/dropped"), 0
+    )
+    assert (
+        first["counts"]
+        == {"rollouts/finished": 11, "rollouts/failed": 3, "groups/retried": 1} | none
+    )
     assert "boom" in first["first_error"]
 
 
 def test_a_group_that_fails_twice_is_lost_counted_and_replaced():
     runner = FakeRunner(2, fails=lambda group, attempt, i: group == 1)
     batches = drain(pool(9, runner, max_failed=1.0))
-    assert [sorted({r["group"] for r in b["rollouts"]}) for b in batches] == [[0, 2, 3, 4], [5, 6, 7, 8]]
+    assert [sorted({r["group"] for r in b["rollouts"]}) for b in batches] == [
+        [0, 2, 3, 4],
+        [5, 6, 7, 8],
+    ]
     assert batches[0]["counts"]["groups/lost"] == 1
 
 
@@ -360,13 +417,18 @@ def test_rows_come_from_jsonl_and_parquet_alike(tmp_path):
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
     assert (
-        load_rows(str(tmp_path / "rows.parquet"), "prompt") == load_rows(str(tmp_path / "rows.jsonl"), "prompt") == rows
+        load_rows(str(tmp_path / "rows.parquet"), "prompt")
+        == load_rows(str(tmp_path / "rows.jsonl"), "prompt")
+        == rows
     )
 
 
 def test_rows_are_fetched_in_the_order_in_which_they_are_asked_for():
     p = pool(4, FakeRunner(2))
-    rows = [Segment(*[np.zeros(n, d) for d in (np.int32, bool, np.float32, np.int32)]) for n in (100, 30_000, 7)]
+    rows = [
+        Segment(*[np.zeros(n, d) for d in (np.int32, bool, np.float32, np.int32)])
+        for n in (100, 30_000, 7)
+    ]
     assert [p.keep(r)["tokens"] for r in rows] == [100, 30_000, 7]
     assert p.fetch([2, 0, 1]) == [rows[2], rows[0], rows[1]]
 
@@ -378,7 +440,9 @@ class Asks(ChatAgent):
 
     def run(self, task):
         client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
-        client.chat.completions.create(model=task.model, messages=[{"role": "user", "content": self.text}])
+        client.chat.completions.create(
+            model=task.model, messages=[{"role": "user", "content": self.text}]
+        )
         return self.end()
 
     def end(self):
@@ -386,7 +450,9 @@ class Asks(ChatAgent):
 
 
 def converse(agent, engine=None):
-    runner = Runner(SimpleNamespace(**RUNNER | dict(episode_timeout=20)), [engine or Remote(Scripted())])
+    runner = Runner(
+        SimpleNamespace(**RUNNER | dict(episode_timeout=20)), [engine or Remote(Scripted())]
+    )
     runner.agent = agent
 
     async def run():
@@ -401,7 +467,13 @@ def converse(agent, engine=None):
 def test_a_chat_agent_s_rollout_holds_what_it_sampled_and_its_reward():
     out = converse(Asks)
     (row,) = out.segments
-    assert (out.error, out.result.reward, out.replies, row.group_id, row.rollout_id) == ("", 0.5, 1, 3, 25)
+    assert (out.error, out.result.reward, out.replies, row.group_id, row.rollout_id) == (
+        "",
+        0.5,
+        1,
+        3,
+        25,
+    )
     assert row.reward == 0.5 and row.mask.sum() == len(row) - row.replies[0][0]
 
 
@@ -441,15 +513,26 @@ def test_an_engine_is_made_of_its_flags(monkeypatch):
     fakes = SimpleNamespace(**made, WeightTransferConfig=dict)
     for name in ("vllm", "vllm.config", "vllm.engine", "vllm.v1", "vllm.v1.engine"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-    for name in ("vllm.config.weight_transfer", "vllm.engine.arg_utils", "vllm.v1.engine.async_llm"):
+    for name in (
+        "vllm.config.weight_transfer",
+        "vllm.engine.arg_utils",
+        "vllm.v1.engine.async_llm",
+    ):
         monkeypatch.setitem(sys.modules, name, fakes)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(os, "setpgid", lambda *_: None)
-    monkeypatch.setattr(rollout, "bound", lambda group: None)  # else this process dies with its first engine
-    cfg = Config(model="m", dtype="float32", seed=5, max_context=77, engine_memory=0.3, replay_experts=True)
+    monkeypatch.setattr(
+        rollout, "bound", lambda group: None
+    )  # else this process dies with its first engine
+    cfg = Config(
+        model="m", dtype="float32", seed=5, max_context=77, engine_memory=0.3, replay_experts=True
+    )
     on_gpu, on_cpu = Engine(cfg, 2, cpu=False).llm, Engine(cfg, 2, cpu=True).llm
     assert on_gpu["gpu_memory_utilization"] == 0.3 and "gpu_memory_utilization" not in on_cpu
-    said = [on_gpu[k] for k in ("model", "dtype", "seed", "max_model_len", "enable_return_routed_experts")]
+    said = [
+        on_gpu[k]
+        for k in ("model", "dtype", "seed", "max_model_len", "enable_return_routed_experts")
+    ]
     assert said == ["m", "float32", 7, 77, True]
     cfg = Config(engine_args='{"seed": 9, "block_size": 32}', engine_tp=2)
     llm = Engine(cfg, 0, cpu=False).llm
@@ -485,21 +568,29 @@ class FakeRay:
 
     def remote(self, actor):
         def options(**place):
-            return SimpleNamespace(remote=lambda *args: self.made.append((actor.__name__, place)) or actor.__name__)
+            return SimpleNamespace(
+                remote=lambda *args: self.made.append((actor.__name__, place)) or actor.__name__
+            )
 
         return SimpleNamespace(options=options)
 
 
 @pytest.mark.parametrize("address", ["", "auto"])
-def test_there_are_as_many_engines_and_runners_as_asked_on_a_cluster_or_on_this_node(monkeypatch, address):
+def test_there_are_as_many_engines_and_runners_as_asked_on_a_cluster_or_on_this_node(
+    monkeypatch, address
+):
     monkeypatch.setattr(rollout, "ray", ray := FakeRay())
     monkeypatch.setattr(rollout, "visible_gpus", list)
-    engines, _, joining = launch(Config(engines=3, engine_tp=2, runners=4, ray_address=address), [], None, 2, "/x")
+    engines, _, joining = launch(
+        Config(engines=3, engine_tp=2, runners=4, ray_address=address), [], None, 2, "/x"
+    )
     assert engines == ["Engine"] * 3 and [name for name, _ in ray.made].count("Runner") == 4
     assert {place["num_cpus"] for name, place in ray.made if name == "Engine"} == {2}
     assert joining["address"] == "here:1"
     assert ray.reserved == [{"CPU": 2}] * 3 + [{"CPU": 1}] * 5
-    assert [p["scheduling_strategy"].placement_group_bundle_index for _, p in ray.made] == list(range(8))
+    assert [p["scheduling_strategy"].placement_group_bundle_index for _, p in ray.made] == list(
+        range(8)
+    )
     if address:
         assert ray.joined["address"] == "auto" and "num_cpus" not in ray.joined
     else:

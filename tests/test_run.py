@@ -21,9 +21,16 @@ QUICK = ["--prompts", "4", "--samples", "4", "--show_every", "0"]
 
 
 def start(*args, ranks=0, script=("train.py",), stdout=subprocess.PIPE):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks
+        else []
+    )
     return subprocess.Popen(
-        [sys.executable, *launcher, *script, *map(str, args)], stdout=stdout, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *launcher, *script, *map(str, args)],
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -55,9 +62,15 @@ def check_learning(out, wall, rows, text, least):
 
     assert rows[0]["reward/mean"] <= 0.4
     rare = [r["gap/on_version_p999"] for r in rows]
-    assert max(r["gap/on_version_mean"] for r in rows) <= 1e-6 and max(rare) <= 5e-5 and np.median(rare) <= 1e-5
+    assert (
+        max(r["gap/on_version_mean"] for r in rows) <= 1e-6
+        and max(rare) <= 5e-5
+        and np.median(rare) <= 1e-5
+    )
     assert {r["tokens/digest_mismatch"] for r in rows} == {0}
-    assert sum(r["rollouts/retokenised"] for r in rows) / len(rows) >= 0.1  # of a batch's 250 replies 0.06 to 0.17
+    assert (
+        sum(r["rollouts/retokenised"] for r in rows) / len(rows) >= 0.1
+    )  # of a batch's 250 replies 0.06 to 0.17
     assert "FAIL" not in text and text.count("PASS") >= 3
     solved, _ = play(
         str(out / "model"), rows_of("examples/starter/heldout.jsonl"), greedy=True
@@ -92,28 +105,54 @@ def check_server_rows(rows):
     assert max(r["gap/on_version_max"] for r in rows) <= 1e-4
     assert all(r["rollouts/turns"] > 1.2 and r["rollouts/failed"] == 0 for r in rows)
     assert all(r["server/echo_T0"] > 0 and r.get("server/rewritten", 0) == 0 for r in rows)
-    assert all(r["segments/count"] == r["rollouts/finished"] for r in rows)  # one row each: nothing branched
+    assert all(
+        r["segments/count"] == r["rollouts/finished"] for r in rows
+    )  # one row each: nothing branched
 
 
 def test_a_chat_agent_with_streamed_replies_learns(tmp_path):
-    flags = ["--agent", "tests/chat_agent.py", "--steps", 8, "--show_every", 0, "--out", tmp_path / "run"]
+    flags = [
+        "--agent",
+        "tests/chat_agent.py",
+        "--steps",
+        8,
+        "--show_every",
+        0,
+        "--out",
+        tmp_path / "run",
+    ]
     code, text = finish(start(*flags))
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     check_server_rows(rows)
-    assert all(0.2 < r["info/claude"] < 0.8 for r in rows)  # both wires, and the gap holds on all tokens
+    assert all(
+        0.2 < r["info/claude"] < 0.8 for r in rows
+    )  # both wires, and the gap holds on all tokens
     assert rows[0]["reward/mean"] <= 0.4 and rows[-1]["reward/mean"] >= rows[0]["reward/mean"] + 0.2
 
 
 def test_a_command_line_is_an_agent(tmp_path):
     """A script that knows nothing of instar, in a process for each rollout; a file that grades its output."""
     command = f"{sys.executable} {os.path.abspath('tests/talk.py')} {{prompt}}"
-    flags = ["--agent_cmd", command, "--reward", "tests/grade.py", "--prompts", 2, "--minibatches", 1, "--steps", 2]
+    flags = [
+        "--agent_cmd",
+        command,
+        "--reward",
+        "tests/grade.py",
+        "--prompts",
+        2,
+        "--minibatches",
+        1,
+        "--steps",
+        2,
+    ]
     code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     check_server_rows(rows)
-    assert [r["rollouts/finished"] for r in rows] == [16, 16] and sum(r["reward/mean"] for r in rows) > 0
+    assert [r["rollouts/finished"] for r in rows] == [16, 16] and sum(
+        r["reward/mean"] for r in rows
+    ) > 0
 
 
 def climbs(out, *flags, timeout=600):
@@ -154,7 +193,9 @@ def test_an_evaluation_alone_scores_a_model_and_trains_nothing(tmp_path, trained
     code, text = finish(start("--model", out / "model", *flags, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
     (row,) = metrics(tmp_path / "run")
-    assert row["step"] == 0 and row["eval/pass@1"] >= 0.8 and row["eval/pass@2"] > row["eval/pass@1"]
+    assert (
+        row["step"] == 0 and row["eval/pass@1"] >= 0.8 and row["eval/pass@2"] > row["eval/pass@1"]
+    )
     assert row["eval/reward"] == pytest.approx(row["eval/pass@1"]) and row["eval/failed"] == 0
     assert not list((tmp_path / "run").glob("checkpoint-*")) and "eval of version 0: " in text
 
@@ -162,25 +203,50 @@ def test_an_evaluation_alone_scores_a_model_and_trains_nothing(tmp_path, trained
 @pytest.mark.slow
 def test_groups_that_teach_nothing_are_replaced_and_evaluations_come_between(tmp_path):
     """Dynamic sampling, over-sampling, stale rollouts and --eval_every together, in the default game."""
-    flags = ["--dynamic_sampling", 0, 1, "--oversample", 1.25, "--max_lag", 1, "--is_level", "token", "--steps", 12]
+    flags = [
+        "--dynamic_sampling",
+        0,
+        1,
+        "--oversample",
+        1.25,
+        "--max_lag",
+        1,
+        "--is_level",
+        "token",
+        "--steps",
+        12,
+    ]
     flags += ["--eval_data", "examples/starter/heldout.jsonl", "--eval_every", 4, "--save_rollouts"]
     code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
-    rows, scores = metrics(tmp_path / "run"), [r["eval/pass@1"] for r in metrics(tmp_path / "run")[3::4]]
+    rows, scores = (
+        metrics(tmp_path / "run"),
+        [r["eval/pass@1"] for r in metrics(tmp_path / "run")[3::4]],
+    )
     print(f"filtered {sum(r['groups/filtered'] for r in rows)}, greedy {scores}")
-    assert len(rows) == 12 and all("eval/pass@1" not in r for i, r in enumerate(rows) if (i + 1) % 4)
-    assert sum(r["groups/filtered"] for r in rows) > 0 and {r["reward/groups_equal"] for r in rows} == {0.0}
+    assert len(rows) == 12 and all(
+        "eval/pass@1" not in r for i, r in enumerate(rows) if (i + 1) % 4
+    )
+    assert sum(r["groups/filtered"] for r in rows) > 0 and {
+        r["reward/groups_equal"] for r in rows
+    } == {0.0}
     assert max(r["lag/max"] for r in rows) <= 1 and all(r["rollouts/finished"] == 128 for r in rows)
-    batches = [read_batch(path)[0]["rollouts"] for path in (tmp_path / "run").glob("rollouts/*.jsonl")]
+    batches = [
+        read_batch(path)[0]["rollouts"] for path in (tmp_path / "run").glob("rollouts/*.jsonl")
+    ]
     trained = [rollout["group"] for batch in batches for rollout in batch]
     assert len(trained) == 12 * 128 and max(Counter(trained).values()) == 8  # no prompt twice
     best = json.loads((tmp_path / "run" / "checkpoint-000012" / "run.json").read_text())["best"]
     assert best["score"] == max(scores) > 0.5 and (tmp_path / "run" / best["checkpoint"]).is_dir()
 
 
-def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_run(tmp_path, trained):
+def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_run(
+    tmp_path, trained
+):
     """The trained policy goes on from its export: vLLM loads it, and it plays as well as it did. 7 prompts make 2 batches."""
-    (tmp_path / "rows.jsonl").write_text("".join(open("examples/starter/train.jsonl").readlines()[:7]))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(open("examples/starter/train.jsonl").readlines()[:7])
+    )
     flags = [
         "--model",
         trained[0] / "model",
@@ -207,13 +273,24 @@ def test_the_exported_model_is_served_by_vllm_and_a_dataset_that_ends_ends_the_r
 @pytest.mark.parametrize("steps,near", [(14, 0.2), pytest.param(40, 0.05, marks=pytest.mark.slow)])
 def test_a_student_comes_close_to_its_teacher_without_a_reward(tmp_path, trained, steps, near):
     """On-policy distillation: the starter learns what the trained policy says, in one reply to each prompt."""
-    flags = ["--estimator", "opd", "--kl_coef", 1, "--ref_model", trained[0] / "model", "--steps", steps]
+    flags = [
+        "--estimator",
+        "opd",
+        "--kl_coef",
+        1,
+        "--ref_model",
+        trained[0] / "model",
+        "--steps",
+        steps,
+    ]
     code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     kl = [r["kl/ref"] for r in rows]
     print(f"KL to the teacher {kl[0]:.3f} to {sum(kl[-5:]) / 5:.4f}")
-    assert kl[0] > 0.2 and abs(sum(kl[-5:]) / 5) < near and {r["reward/mean"] for r in rows} == {0.0}
+    assert (
+        kl[0] > 0.2 and abs(sum(kl[-5:]) / 5) < near and {r["reward/mean"] for r in rows} == {0.0}
+    )
 
 
 def test_a_critic_learns_and_its_warm_up_leaves_the_policy_and_the_version_alone(tmp_path):
@@ -223,12 +300,22 @@ def test_a_critic_learns_and_its_warm_up_leaves_the_policy_and_the_version_alone
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
     assert [r["version"] for r in rows] == [0, 0, 1, 2, 3, 4, 5, 6]
-    assert all("optim/grad_norm" not in r for r in rows[:2]) and all(r["optim/critic_grad_norm"] > 0 for r in rows)
-    assert all(abs(r["kl/ref"]) <= 1e-6 for r in rows[:3]) and rows[-1]["kl/ref"] > 1e-4  # the reference stays behind
+    assert all("optim/grad_norm" not in r for r in rows[:2]) and all(
+        r["optim/critic_grad_norm"] > 0 for r in rows
+    )
+    assert (
+        all(abs(r["kl/ref"]) <= 1e-6 for r in rows[:3]) and rows[-1]["kl/ref"] > 1e-4
+    )  # the reference stays behind
     # the critic starts at 0, where its error is the return itself, and comes to know it
-    assert rows[0]["value/explained_variance"] == 0 and rows[0]["value/error"] > 0.7 * rows[0]["reward/mean"]
+    assert (
+        rows[0]["value/explained_variance"] == 0
+        and rows[0]["value/error"] > 0.7 * rows[0]["reward/mean"]
+    )
     assert rows[-1]["value/error"] < 0.6 * rows[-1]["reward/mean"]
-    assert sum(r["reward/mean"] for r in rows[-2:]) / 2 > sum(r["reward/mean"] for r in rows[:3]) / 3 + 0.1
+    assert (
+        sum(r["reward/mean"] for r in rows[-2:]) / 2
+        > sum(r["reward/mean"] for r in rows[:3]) / 3 + 0.1
+    )
 
 
 @pytest.mark.slow
@@ -240,7 +327,14 @@ def test_ppo_with_a_critic_climbs_to_nine_tenths(tmp_path, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["pg", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo"])
 def test_each_loss_raises_the_reward_in_a_short_run(tmp_path, loss):
-    flags = ["--loss", loss, "--loss_agg", "seq_mean" if loss in ("gspo", "gmpo") else "token_mean", "--steps", 12]
+    flags = [
+        "--loss",
+        loss,
+        "--loss_agg",
+        "seq_mean" if loss in ("gspo", "gmpo") else "token_mean",
+        "--steps",
+        12,
+    ]
     code, text = finish(start(*flags, "--show_every", 0, "--out", tmp_path / "run"))
     assert code == 0, text[-3000:]
     rows = metrics(tmp_path / "run")
@@ -267,19 +361,38 @@ def test_a_mixture_of_experts_on_two_ranks_replays_its_engines_experts(tmp_path,
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3
     for row in rows:
-        assert row["gap/on_version_max"] <= 1e-5 and row["experts/replayed"] == 1.0 and row["experts/agreement"] >= 0.98
+        assert (
+            row["gap/on_version_max"] <= 1e-5
+            and row["experts/replayed"] == 1.0
+            and row["experts/agreement"] >= 0.98
+        )
 
 
 @pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_worker_of_tensor_parallel_engines_gets_the_weights_and_ends_with_the_run(
     tmp_path, tiny, traces, engines
 ):
-    flags = ["--model", f"{tiny}/dense", "--agent", "tests/talker.py", "--engine_tp", 2, "--engines", engines]
+    flags = [
+        "--model",
+        f"{tiny}/dense",
+        "--agent",
+        "tests/talker.py",
+        "--engine_tp",
+        2,
+        "--engines",
+        engines,
+    ]
     flags += ["--steps", 3]
-    code, text = finish(start(*QUICK, *flags, "--max_gap", 1e-5, "--out", tmp_path / "run"), timeout=420)
+    code, text = finish(
+        start(*QUICK, *flags, "--max_gap", 1e-5, "--out", tmp_path / "run"), timeout=420
+    )
     assert code == 0, text[-3000:]
     for row in metrics(tmp_path / "run"):
-        assert row["gap/on_version_max"] <= 1e-5 and row["refit/probe_gap"] <= 1e-5 and row["optim/grad_norm"] > 0
+        assert (
+            row["gap/on_version_max"] <= 1e-5
+            and row["refit/probe_gap"] <= 1e-5
+            and row["optim/grad_norm"] > 0
+        )
 
 
 def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(tmp_path, tiny):
@@ -300,7 +413,9 @@ def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(t
     ]
     flags += ["--max_gap", 1e-5, "--out", out]
     process = start(*flags)
-    whole = random.randint(2, 5)  # metrics are written before the checkpoint, so after one line there may be none
+    whole = random.randint(
+        2, 5
+    )  # metrics are written before the checkpoint, so after one line there may be none
     print(f"killed after {whole} of 6 steps")
     while len(metrics(out)) < whole:
         assert process.poll() is None, process.communicate()[0][-3000:]
@@ -309,26 +424,48 @@ def test_a_killed_run_goes_on_with_the_same_prompts_optimizer_version_and_step(t
     for pid in [process.pid, *children]:
         os.kill(pid, signal.SIGKILL)
     process.communicate()
-    (out / "unfinished" / "shard").mkdir(parents=True)  # as a kill in the middle of a save leaves it
+    (out / "unfinished" / "shard").mkdir(
+        parents=True
+    )  # as a kill in the middle of a save leaves it
     before = metrics(out)
     code, text = finish(start(*flags, "--resume"))
     assert code == 0 and not (out / "unfinished").exists(), text[-3000:]
     after = metrics(out)
-    assert [r["step"] for r in after] == [1, 2, 3, 4, 5, 6] and [r["version"] for r in after] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in after] == [1, 2, 3, 4, 5, 6] and [r["version"] for r in after] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert after[: len(before) - 1] == before[:-1]
-    assert max(r["gap/on_version_max"] for r in after) <= 1e-5 and all(r["optim/grad_norm"] > 0 for r in after)
+    assert max(r["gap/on_version_max"] for r in after) <= 1e-5 and all(
+        r["optim/grad_norm"] > 0 for r in after
+    )
     assert [r["optim/lr"] for r in after] == pytest.approx([1e-3 * (1 - i / 6) for i in range(6)])
-    ledgers = [json.loads((out / f"checkpoint-{i:06d}" / "run.json").read_text())["ledger"] for i in range(1, 7)]
-    for trained, ledger in zip(range(4, 25, 4), ledgers):  # no prompt lost, none twice: what was not trained goes on
-        assert sorted(ledger["queue"] + ledger["finished"]) == list(range(trained, ledger["position"]))
+    ledgers = [
+        json.loads((out / f"checkpoint-{i:06d}" / "run.json").read_text())["ledger"]
+        for i in range(1, 7)
+    ]
+    for trained, ledger in zip(
+        range(4, 25, 4), ledgers
+    ):  # no prompt lost, none twice: what was not trained goes on
+        assert sorted(ledger["queue"] + ledger["finished"]) == list(
+            range(trained, ledger["position"])
+        )
         assert ledger["ended"] == {"filtered": [], "lost": []} and ledger["position"] <= trained + 4
     from torch.distributed.checkpoint import FileSystemReader
 
     names = FileSystemReader(str(out / "checkpoint-000006")).read_metadata().state_dict_metadata
     step = next(n for n in names if n.endswith(".step"))
     state = {step: torch.zeros(())}
-    torch.distributed.checkpoint.load(state, checkpoint_id=str(out / "checkpoint-000006"), no_dist=True)
-    assert float(state[step]) == 12  # AdamW counted both minibatches of every step, before the kill and after
+    torch.distributed.checkpoint.load(
+        state, checkpoint_id=str(out / "checkpoint-000006"), no_dist=True
+    )
+    assert (
+        float(state[step]) == 12
+    )  # AdamW counted both minibatches of every step, before the kill and after
 
 
 @pytest.mark.parametrize(
@@ -355,8 +492,12 @@ rollout.PLACE_TIMEOUT = 3
 with rounds.cluster() as address:
     sys.exit(rounds.train.main([*sys.argv[1:], "--ray_address", address]))
 """
-    code, text = finish(start("--engines", 3, "--runners", 2, "--out", tmp_path / "run", script=("-c", script)), 120)
-    assert code == 2 and "--engines --engine_tp --runners: no room in Ray within 3 s" in text, text[-3000:]
+    code, text = finish(
+        start("--engines", 3, "--runners", 2, "--out", tmp_path / "run", script=("-c", script)), 120
+    )
+    assert code == 2 and "--engines --engine_tp --runners: no room in Ray within 3 s" in text, text[
+        -3000:
+    ]
     assert text.split("each node has")[1].split()[:4] == ["CPU", "6", "4", "[4]"]
 
 

@@ -18,7 +18,14 @@ def chat():
 def reply(ids, prompt=(), experts=None):
     ids = np.asarray(ids, np.int32)
     logprobs, versions = -np.ones(len(ids), np.float32), np.zeros(len(ids), np.int32)
-    return Reply(ids, logprobs, versions, digest(np.asarray(prompt), ids, logprobs, versions), "stop", experts)
+    return Reply(
+        ids,
+        logprobs,
+        versions,
+        digest(np.asarray(prompt), ids, logprobs, versions),
+        "stop",
+        experts,
+    )
 
 
 def test_canonical_replies_give_the_template_s_own_rendering(chat):
@@ -38,12 +45,18 @@ def test_a_reply_cut_by_its_length_gets_an_untrained_end_of_turn(chat):
     at = len(trace)
     trace.context(chat.following([{"role": "user", "content": "?"}], trace.tokens[-1])[0])
     assert trace.tokens[at] == chat.tokenizer.eos_token_id and not trace.mask[at]
-    history = [*QUESTION, {"role": "assistant", "content": "<calc>17+"}, {"role": "user", "content": "?"}]
+    history = [
+        *QUESTION,
+        {"role": "assistant", "content": "<calc>17+"},
+        {"role": "user", "content": "?"},
+    ]
     assert trace.tokens == chat.opening(history)
 
 
 def test_sampled_ids_stay_when_their_text_encodes_to_others(chat):
-    letters = [chat.tokenizer.convert_tokens_to_ids(c) for c in "answer"]  # one token each, canonical are fewer
+    letters = [
+        chat.tokenizer.convert_tokens_to_ids(c) for c in "answer"
+    ]  # one token each, canonical are fewer
     assert len(chat.encode(chat.text(letters))) < len(letters)
     trace = Trace(chat.opening(QUESTION))
     trace.reply(reply([*letters, chat.tokenizer.eos_token_id], trace.tokens))
@@ -63,7 +76,16 @@ def test_expert_rows_are_asked_for_once_and_the_last_token_has_none(chat):
     trace.context([6])
     trace.reply(reply([8, 9], experts=np.full((3, 2, 2), 1, np.uint8)))  # tokens 5, 6 and 8
     row = trace.segment(Result(), 0, 0)
-    assert row.experts.shape == (8, 2, 2) and row.experts[:, 0, 0].tolist() == [7, 7, 7, 7, 1, 1, 1, 0]
+    assert row.experts.shape == (8, 2, 2) and row.experts[:, 0, 0].tolist() == [
+        7,
+        7,
+        7,
+        7,
+        1,
+        1,
+        1,
+        0,
+    ]
     assert row.experts_ok.tolist() == [True] * 7 + [False]
 
 

@@ -41,7 +41,9 @@ def test_five_refits_are_exact(stage):
             before = stage.ask("score", PROBE)[0]
             stage.learn(seed=i)
             assert stage.molt() <= BAR  # the probe compares engine and trainer on a fixed text
-            assert np.abs(stage.ask("score", PROBE)[0] - before).max() > 1e-2  # and the weights did move
+            assert (
+                np.abs(stage.ask("score", PROBE)[0] - before).max() > 1e-2
+            )  # and the weights did move
     finally:
         stage.reset()
 
@@ -76,7 +78,9 @@ def test_a_paused_engine_keeps_its_requests_and_stamps_the_versions_of_both_side
             with torch.no_grad():
                 gaps = (dense.replay.forward(micro)[0] - micro.behaviour_logprobs).abs()
             assert on.sum() > 50 and gaps[on].max() <= BAR
-            assert gaps[micro.mask & ~on].max() > 1e-2  # the other side's tokens are not this version's
+            assert (
+                gaps[micro.mask & ~on].max() > 1e-2
+            )  # the other side's tokens are not this version's
     finally:
         dense.reset()
 
@@ -94,7 +98,9 @@ def test_without_partial_a_refit_waits_for_running_replies_and_holds_new_ones_ba
         ray.get(paused, timeout=60)
         dense.ask("begin")
         ray.get(dense.engine.finish.remote(), timeout=60)
-        ray.get(dense.engine.resume.remote(old), timeout=60)  # nothing was sent: the whole refit comes now
+        ray.get(
+            dense.engine.resume.remote(old), timeout=60
+        )  # nothing was sent: the whole refit comes now
         assert not ray.wait(held, timeout=0.3)[0]  # closed until the probe has passed
         dense.molt()
         replies = ray.get(first, timeout=60)
@@ -144,7 +150,9 @@ def test_a_kept_cache_is_off_version_and_new_requests_do_not_see_it(dense):
         found = dense.check(both, max_lag=1)
         assert found["gap/on_version_max"] <= BAR and found["gap/off_version_max"] > 1e-2
         dense.ask("plant", "version stamped at completion")
-        newest = [r for r in interrupted(dense, "stamped", prompt) if r.versions[0] == dense.version]
+        newest = [
+            r for r in interrupted(dense, "stamped", prompt) if r.versions[0] == dense.version
+        ]
         fires(dense, rows_of(prompt, newest), "policy version: gap/on_version")
     finally:
         dense.ask("heal")
@@ -157,7 +165,13 @@ def test_planted_the_budget_of_a_resumed_request_is_not_reduced(dense):
     dense.ask("plant", "budget not reduced")
     try:
         rows = rows_of(prompt, interrupted(dense, "again", prompt))
-        fires(dense, rows, "token identity: a reply has .* tokens, --max_tokens allows 200", max_tokens=200, max_lag=1)
+        fires(
+            dense,
+            rows,
+            "token identity: a reply has .* tokens, --max_tokens allows 200",
+            max_tokens=200,
+            max_lag=1,
+        )
         dense.check(asked(dense, "whole", prompt), max_tokens=200)
     finally:
         dense.ask("heal")
@@ -167,7 +181,9 @@ def test_planted_the_budget_of_a_resumed_request_is_not_reduced(dense):
 def test_planted_a_stale_prefix_cache_is_served_after_a_refit(dense):
     prompt = [5 + i % 200 for i in range(300)]  # two blocks of the cache and more
     try:
-        assert dense.check(asked(dense, "fresh", prompt))["gap/on_version_max"] <= BAR  # the prompt is cached now
+        assert (
+            dense.check(asked(dense, "fresh", prompt))["gap/on_version_max"] <= BAR
+        )  # the prompt is cached now
         dense.ask("plant", "cache stale")
         dense.learn(scale=0.3)
         dense.molt()
@@ -191,7 +207,9 @@ def test_planted_a_cache_that_could_not_be_emptied_ends_the_refit(dense):
 def test_planted_a_refit_while_requests_run_without_a_pause(dense):
     dense.ask("plant", "no pause")
     try:
-        with pytest.raises(InvariantError, match="(?s)^refit: .*it is not paused, so requests would run"):
+        with pytest.raises(
+            InvariantError, match="(?s)^refit: .*it is not paused, so requests would run"
+        ):
             dense.molt()
     finally:
         dense.ask("heal")
@@ -200,7 +218,10 @@ def test_planted_a_refit_while_requests_run_without_a_pause(dense):
 
 def test_a_stop_string_ends_a_reply_and_its_ids_stay(dense):
     reply = ray.get(dense.engine.generate.remote("stopped", [5, 6, 7], 300, 0, 1.0, list("aeiou")))
-    text, before = dense.chat.tokenizer.decode(reply.tokens), dense.chat.tokenizer.decode(reply.tokens[:-1])
+    text, before = (
+        dense.chat.tokenizer.decode(reply.tokens),
+        dense.chat.tokenizer.decode(reply.tokens[:-1]),
+    )
     assert reply.finish == "stop" and set(text) & set("aeiou") and not set(before) & set("aeiou")
     assert len(reply.logprobs) == len(reply.tokens) < 300
 
@@ -214,7 +235,9 @@ def test_a_reply_is_kept_to_a_grammar_and_its_log_probs_are_not_the_policy_s(den
         "additionalProperties": False,
     }
     prompt = [5, 6, 7]
-    kept = dense.engine.generate.remote("kept-to", prompt, 300, 0, 1.0, (), {"json": json.dumps(schema)})
+    kept = dense.engine.generate.remote(
+        "kept-to", prompt, 300, 0, 1.0, (), {"json": json.dumps(schema)}
+    )
     free = dense.engine.generate.remote("free", prompt, 30)
     gaps = []
     for reply in ray.get([kept, free], timeout=120):
@@ -222,7 +245,9 @@ def test_a_reply_is_kept_to_a_grammar_and_its_log_probs_are_not_the_policy_s(den
         trace.reply(reply)
         micro = pack([trace.segment(Result(), 0, 0)], [0])
         with torch.no_grad():
-            gaps.append((dense.replay.forward(micro)[0] - micro.behaviour_logprobs).abs()[micro.mask].max())
+            gaps.append(
+                (dense.replay.forward(micro)[0] - micro.behaviour_logprobs).abs()[micro.mask].max()
+            )
     said = dense.chat.text(ray.get(kept).tokens)
     assert json.loads(said)["y"] in ("a", "b") and gaps[0] > 1e-2 and gaps[1] <= BAR
 
@@ -263,9 +288,13 @@ def fires(stage, rows, invariant, **flags):
 def test_planted_a_reply_is_encoded_again(tied):
     rows = tied.rollouts(n=16)
     changed = 0
-    for row in rows:  # what a text-based pipeline does; rows whose ids happen to survive it are no bug
+    for (
+        row
+    ) in rows:  # what a text-based pipeline does; rows whose ids happen to survive it are no bug
         for a, b, _ in row.replies:
-            again = np.asarray(tied.chat.encode(tied.chat.tokenizer.decode(row.tokens[a:b])), np.int32)[: b - a]
+            again = np.asarray(
+                tied.chat.encode(tied.chat.tokenizer.decode(row.tokens[a:b])), np.int32
+            )[: b - a]
             changed += again.tolist() != row.tokens[a:b].tolist()
             row.tokens[a : a + len(again)] = again
     assert changed
@@ -314,7 +343,9 @@ def test_planted_raw_instead_of_processed_logprobs(dense):
 @pytest.mark.parametrize("name", ["lm_head", "layers.1.mlp.down_proj", "embed_tokens"])
 def test_planted_a_tensor_is_not_sent(dense, monkeypatch, name):
     tensors = refit.hf_tensors
-    monkeypatch.setattr(refit, "hf_tensors", lambda *a: (x for x in tensors(*a) if name not in x[0]))
+    monkeypatch.setattr(
+        refit, "hf_tensors", lambda *a: (x for x in tensors(*a) if name not in x[0])
+    )
     try:
         dense.learn()
         with pytest.raises(InvariantError, match="^refit: the probe"):
@@ -332,7 +363,9 @@ def test_planted_one_bucket_is_lost_by_a_worker(dense):
     try:
         dense.learn()
         dense.refit.limit = 20_000  # several buckets
-        with pytest.raises(InvariantError, match="^refit: engine 0 worker 0 loaded .* the engines stay paused"):
+        with pytest.raises(
+            InvariantError, match="^refit: engine 0 worker 0 loaded .* the engines stay paused"
+        ):
             dense.molt()
     finally:
         dense.refit.limit = 1 << 20
@@ -425,7 +458,9 @@ def test_planted_versions_are_stamped_at_completion(dense):
         ray.wait(refs, timeout=0.5)
         dense.learn(scale=0.3)
         dense.molt()
-        late = [r for r in ray.get(refs, timeout=60) if r.versions[0] == dense.version]  # some end before the refit
+        late = [
+            r for r in ray.get(refs, timeout=60) if r.versions[0] == dense.version
+        ]  # some end before the refit
         rows = rows_of(prompt, late)
         fires(dense, rows, "policy version: gap/on_version")
     finally:
@@ -446,7 +481,9 @@ def test_planted_a_denominator_of_one_micro_batch(dense, monkeypatch):
 
 def test_engines_answer_many_requests_at_once_and_each_gets_its_own(dense):
     async def all_of_them():
-        return await asyncio.gather(*[dense.engine.generate.remote(f"many-{i}", [5 + i, 6, 7], 8) for i in range(64)])
+        return await asyncio.gather(
+            *[dense.engine.generate.remote(f"many-{i}", [5 + i, 6, 7], 8) for i in range(64)]
+        )
 
     replies = asyncio.run(all_of_them())
     rows = []

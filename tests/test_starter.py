@@ -42,7 +42,10 @@ def test_at_least_a_tenth_of_its_replies_encode_to_other_ids(games):
 
 def test_it_is_small():
     files = os.listdir(STARTER)
-    assert sum(os.path.getsize(f"{STARTER}/{f}") for f in files if f.endswith(".safetensors")) <= 4 << 20
+    assert (
+        sum(os.path.getsize(f"{STARTER}/{f}") for f in files if f.endswith(".safetensors"))
+        <= 4 << 20
+    )
     assert AutoModelForCausalLM.from_pretrained(STARTER).num_parameters() <= 1_000_000
 
 
@@ -60,7 +63,9 @@ def test_its_template_is_chatml():
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert (
         text
-        == "".join(f"<|im_start|>{r}\n{r}<|im_end|>\n" for r in ("system", "user", "assistant", "tool"))
+        == "".join(
+            f"<|im_start|>{r}\n{r}<|im_end|>\n" for r in ("system", "user", "assistant", "tool")
+        )
         + "<|im_start|>assistant\n"
     )
 
@@ -69,9 +74,13 @@ def test_held_out_problems_need_two_turns_and_numbers_that_no_demonstration_has(
     held = rows("heldout")
     operands = {int(n) for row in held for n in re.findall(r"\d+", row["prompt"])}
     assert len(held) == 200 and len({row["prompt"] for row in held}) == 200
-    assert all(len(re.findall(r"\d+", row["prompt"])) in (2, 3) for row in held)  # a call and an answer at the least
+    assert all(
+        len(re.findall(r"\d+", row["prompt"])) in (2, 3) for row in held
+    )  # a call and an answer at the least
     assert all(row["label"] == eval(row["prompt"][8:-1]) for row in held + rows("train"))
-    for row, turns in make_starter.demonstrations(2000) + make_starter.demonstrations(2000, clean=True):
+    for row, turns in make_starter.demonstrations(2000) + make_starter.demonstrations(
+        2000, clean=True
+    ):
         said = row["prompt"] + "".join(reply for reply, _ in turns if "<calc>" in reply)
         assert not operands & {int(n) for n in re.findall(r"\d+", said)}
     assert not {row["prompt"] for row in held} & {row["prompt"] for row in rows("train")}
@@ -99,9 +108,16 @@ def test_the_file_of_demonstrations_trains_the_ids_of_each_piece_of_a_reply_and_
         for asked, said in zip(row["prompt"][::2], row["prompt"][1::2], strict=True):
             assert (asked["role"], said["role"]) == ("user", "assistant")
             end = "\n" if ids else ""  # of the reply before
-            context = encode(f"{end}<|im_start|>user\n{words(asked)}<|im_end|>\n<|im_start|>assistant\n")
-            reply = [i for part in said["content"] for i in encode(part["text"])] + [tokenizer.eos_token_id]
-            ids, trained = ids + context + reply, trained + [False] * len(context) + [True] * len(reply)
+            context = encode(
+                f"{end}<|im_start|>user\n{words(asked)}<|im_end|>\n<|im_start|>assistant\n"
+            )
+            reply = [i for part in said["content"] for i in encode(part["text"])] + [
+                tokenizer.eos_token_id
+            ]
+            ids, trained = (
+                ids + context + reply,
+                trained + [False] * len(context) + [True] * len(reply),
+            )
             other += reply[:-1] != encode(words(said))
         (segment,) = asyncio.run(demonstrate(chat, row, "prompt", "label", 256))
         assert segment.tokens.tolist() == ids and segment.mask.tolist() == trained
@@ -123,22 +139,39 @@ def test_the_demonstrations_are_clean_at_first_and_mixed_at_last_and_seen_in_the
     def said(turns):
         return tuple(reply for reply, _ in turns)
 
-    shown = [tuple(map(words, r["prompt"][1::2])) for r in make_starter.curriculum(clean + mixed, steps=12)]
+    shown = [
+        tuple(map(words, r["prompt"][1::2]))
+        for r in make_starter.curriculum(clean + mixed, steps=12)
+    ]
     good, bad = {said(turns) for _, turns in clean}, {said(turns) for _, turns in mixed}
     assert len(shown) == 12 * make_starter.BATCH
     assert set(shown[: 7 * make_starter.BATCH]) <= good  # step 6 is the first with a chance, of 0
-    share = sum(replies not in good for replies in shown[-2 * make_starter.BATCH :]) / (2 * make_starter.BATCH)
+    share = sum(replies not in good for replies in shown[-2 * make_starter.BATCH :]) / (
+        2 * make_starter.BATCH
+    )
     assert set(shown[-2 * make_starter.BATCH :]) <= bad and share >= 0.4
     as_written = SimpleNamespace(shuffle=False, seed=0)
-    assert [order(as_written, len(shown), at) for at in range(len(shown))] == list(range(len(shown)))
+    assert [order(as_written, len(shown), at) for at in range(len(shown))] == list(
+        range(len(shown))
+    )
 
 
 @pytest.mark.slow
 def test_the_script_makes_a_starter_that_plays_as_the_shipped_one(games, tmp_path):
     """From random weights, through train.py --estimator sft, in two fifths of the script's steps."""
     made, flags = str(tmp_path / "made"), ["--work", tmp_path / "work", "--steps", 2000]
-    command = ["timeout", "900", sys.executable, "examples/make_starter.py", "--out", made, *flags]  # ends train.py too
-    run = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        "timeout",
+        "900",
+        sys.executable,
+        "examples/make_starter.py",
+        "--out",
+        made,
+        *flags,
+    ]  # ends train.py too
+    run = subprocess.run(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert run.returncode == 0, run.stdout[-3000:]
     assert sorted(os.listdir(made)) == sorted(os.listdir(STARTER))
     for name in ("tokenizer.json", "train.jsonl", "heldout.jsonl"):  # no training
@@ -146,5 +179,7 @@ def test_the_script_makes_a_starter_that_plays_as_the_shipped_one(games, tmp_pat
     torch.manual_seed(0)
     solved, other = play(made, rows("train")[:256], greedy=False)
     greedy = [play(folder, rows("heldout"), greedy=True)[0] for folder in (STARTER, made)]
-    print(f"solved {games[0]:.3f} and {solved:.3f}, other ids {games[1]:.3f} and {other:.3f}, greedy {greedy}")
+    print(
+        f"solved {games[0]:.3f} and {solved:.3f}, other ids {games[1]:.3f} and {other:.3f}, greedy {greedy}"
+    )
     assert abs(solved - games[0]) <= 0.12 and other >= 0.1 and max(greedy) <= 0.1

@@ -36,7 +36,9 @@ def load(name):
     special = TEMPLATES[name].split(" ")
     tokenizer.add_special_tokens({"additional_special_tokens": [s for s in special if s]})
     tokenizer.eos_token = special[0] or "<|endoftext|>"
-    tokenizer.bos_token = next((s for s in special if s in ("<s>", "<bos>") or "begin" in s and "of" in s), None)
+    tokenizer.bos_token = next(
+        (s for s in special if s in ("<s>", "<bos>") or "begin" in s and "of" in s), None
+    )
     tokenizer.chat_template = open(f"tests/templates/{name}.jinja", encoding="utf-8").read()
     return Chat(tokenizer), special[0]
 
@@ -52,7 +54,9 @@ class Policy(Engine):
         self.said = said
         prompt, again = self.chat.render(messages, tools), [*messages, forest.message(said)]
         try:
-            whole = self.chat.tokenizer.apply_chat_template(self.chat.fit(again), tools=tools, tokenize=False)
+            whole = self.chat.tokenizer.apply_chat_template(
+                self.chat.fit(again), tools=tools, tokenize=False
+            )
         except TemplateError:
             whole = ""
         # some templates show empty thoughts in a last turn only
@@ -60,10 +64,14 @@ class Policy(Engine):
         if self.end and self.end in body:
             body = body[: body.rindex(self.end)]
         ids = self.chat.encode(body)
-        self.cut = body == said.text and not said.reasoning and len(ids) > 3 and self.rng.random() < 0.2
+        self.cut = (
+            body == said.text and not said.reasoning and len(ids) > 3 and self.rng.random() < 0.2
+        )
         if self.cut:
             ids = ids[: self.rng.randrange(1, len(ids))]
-            while len(ids) > 1 and self.chat.tokenizer.decode(ids)[-1].isspace():  # which templates trim
+            while (
+                len(ids) > 1 and self.chat.tokenizer.decode(ids)[-1].isspace()
+            ):  # which templates trim
                 ids.pop()
             self.said = replace(said, text=self.chat.tokenizer.decode(ids))
         else:
@@ -79,7 +87,11 @@ class Policy(Engine):
         return Reply(out, logprobs, versions, mark, "length" if self.cut else "stop")
 
     def parse(self, text, tools):
-        return self.said.reasoning, self.said.text, [("", c.name, c.arguments) for c in self.said.calls]
+        return (
+            self.said.reasoning,
+            self.said.text,
+            [("", c.name, c.arguments) for c in self.said.calls],
+        )
 
 
 def words(rng):
@@ -87,17 +99,27 @@ def words(rng):
 
 
 def reply(rng, tools):
-    text, reasoning, calls = words(rng), f"because {rng.random()}" if rng.random() < 0.3 else None, ()
+    text, reasoning, calls = (
+        words(rng),
+        f"because {rng.random()}" if rng.random() < 0.3 else None,
+        (),
+    )
     if tools and rng.random() < 0.6:
         text = rng.choice(["", text])
-        arguments = [json.dumps({"k": i, "s": words(rng)}, ensure_ascii=False) for i in range(rng.randrange(1, 4))]
+        arguments = [
+            json.dumps({"k": i, "s": words(rng)}, ensure_ascii=False)
+            for i in range(rng.randrange(1, 4))
+        ]
         calls = tuple(Call(f"c{i}", "f", a) for i, a in enumerate(arguments))
     return As(text, reasoning, calls, ())
 
 
 def inputs(rng, node):
     """What a client may send after a reply: results of its calls in any order, then perhaps system and user messages."""
-    new = [{"role": "tool", "tool_call_id": c.id, "content": words(rng)} for c in (node.turn.calls if node else ())]
+    new = [
+        {"role": "tool", "tool_call_id": c.id, "content": words(rng)}
+        for c in (node.turn.calls if node else ())
+    ]
     rng.shuffle(new)
     if not new or rng.random() < 0.2:
         new += [{"role": "system", "content": words(rng)}] if node and rng.random() < 0.3 else []
@@ -108,9 +130,17 @@ def inputs(rng, node):
 async def conversation(chat, end, rng, seen):
     policy = Policy(chat, end, rng)
     client = Client(chat, max_context=100_000)
-    client.engine, client.forest.generate, client.forest.parse = policy, policy.generate, policy.parse
+    client.engine, client.forest.generate, client.forest.parse = (
+        policy,
+        policy.generate,
+        policy.parse,
+    )
     client.forest.max_tokens = 10_000
-    tools = read_chat({"messages": [{"role": "user"}], "tools": [TOOL]}, {}).tools if rng.random() < 0.6 else None
+    tools = (
+        read_chat({"messages": [{"role": "user"}], "tools": [TOOL]}, {}).tools
+        if rng.random() < 0.6
+        else None
+    )
     node, new = None, [{"role": "system", "content": words(rng)}] if rng.random() < 0.5 else []
     for _ in range(rng.randrange(2, 7)):
         new = new + inputs(rng, node)
@@ -130,18 +160,24 @@ async def conversation(chat, end, rng, seen):
             seen["opened" if not last else "needless" if stood else "rewritten"] += 1
             continue
         assert node.base is last and prompt[: len(last.ids())] == last.ids()
-        assert all(t in own for t in thoughts), "the template dropped reasoning, and the row was extended"
+        assert all(t in own for t in thoughts), (
+            "the template dropped reasoning, and the row was extended"
+        )
         if stood:
             seen["extended"] += 1
             assert chat.tokenizer.decode(prompt) == own
-            assert node.tokens == prompt[-len(node.tokens) :] == chat.encode(own)[-len(node.tokens) :]
+            assert (
+                node.tokens == prompt[-len(node.tokens) :] == chat.encode(own)[-len(node.tokens) :]
+            )
         else:
             seen["other words"] += 1
             # where the template refuses the whole (Mistral: a user behind tool results), `own` is a bare retelling
             bare = own == chat._render(chat.plain(chat.fit(messages, bare=True)), tools)
             assert bare or own.endswith(chat.tokenizer.decode(node.tokens[1:]))
     rows = client.rows()
-    assert sum(int(r.mask.sum()) for r in rows) == sum(len(n.reply.tokens) for n in client.forest.nodes)
+    assert sum(int(r.mask.sum()) for r in rows) == sum(
+        len(n.reply.tokens) for n in client.forest.nodes
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

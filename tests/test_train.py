@@ -49,7 +49,10 @@ from train import (
         (dict(dual_clip=0.5), "--dual_clip 0.5"),
         (dict(balance_coef=-0.1), "--balance_coef -0.1"),
         (dict(balance_coef=math.nan), "--balance_coef nan"),
-        (dict(balance_coef=0.1, estimator="sft"), "--estimator sft: .*no KL, correction or balance"),
+        (
+            dict(balance_coef=0.1, estimator="sft"),
+            "--estimator sft: .*no KL, correction or balance",
+        ),
         (dict(loss_agg="constant"), "--loss_length"),
         (dict(loss_length=5), "--loss_length 5"),
         (dict(is_level="geo", is_mode="clip"), "--is_level geo --is_mode clip.*--is_mode mask"),
@@ -67,7 +70,10 @@ from train import (
         (dict(estimator="opd", ref_model="x"), "--estimator opd --kl_coef 0.0"),
         (dict(ref_model="x"), "--ref_model x: nothing reads it"),
         (dict(critic_model="x"), "--estimator grpo --critic_model x .*it has no critic"),
-        (dict(critic_warmup_steps=3), "--estimator grpo .*--critic_warmup_steps 3: it has no critic"),
+        (
+            dict(critic_warmup_steps=3),
+            "--estimator grpo .*--critic_warmup_steps 3: it has no critic",
+        ),
         (dict(lora_rank=-1), "--lora_rank -1"),
         (dict(lora_alpha=16), "--lora_alpha 16 --lora_rank 0.*set --lora_rank"),
         (dict(lora_rank=8, lora_alpha=-1), "--lora_alpha -1"),
@@ -82,13 +88,19 @@ from train import (
         (dict(max_lag=-1), "--max_lag -1"),
         (dict(max_lag=1), "--max_lag 1 --is_level off: stale tokens need a correction"),
         (dict(partial=True), "--partial True --max_lag 0: .*set --max_lag 1"),
-        (dict(max_lag=1, is_level="token", stale_kv=True), "--stale_kv True --partial False: .*set --partial"),
+        (
+            dict(max_lag=1, is_level="token", stale_kv=True),
+            "--stale_kv True --partial False: .*set --partial",
+        ),
         (dict(oversample=0.5), "--oversample 0.5: must be at least 1"),
         (dict(dynamic_sampling=(1.0, 0.0)), "--dynamic_sampling 1.0 0.0: LO is not below HI"),
         (dict(eval_data="x"), "--eval_data x: set it with"),
         (dict(eval_every=1), "--eval_data : set it with"),
         (dict(eval_data="x", eval_every=1, train_from="y"), "--train_from y: without engines"),
-        (dict(eval_data="x", eval_every=1, eval_samples=2), "--eval_samples 2 --eval_temperature 0.0: greedy"),
+        (
+            dict(eval_data="x", eval_every=1, eval_samples=2),
+            "--eval_samples 2 --eval_temperature 0.0: greedy",
+        ),
         (dict(engine_timeout=0.0), "--engine_timeout 0.0: must be positive"),
         (dict(refit_timeout=0.0), "--refit_timeout 0.0: must be positive"),
         (dict(save_timeout=-1.0), "--save_timeout -1.0: must be positive"),
@@ -129,22 +141,44 @@ def test_the_defaults_and_one_rollout_without_a_group_are_fine():
         (["--zzz"], "Unrecognized options: --zzz.*--help"),
     ],
 )
-def test_a_wrong_flag_is_named_with_the_nearest_one_and_exit_code_2_by_one_rank(capsys, args, words):
+def test_a_wrong_flag_is_named_with_the_nearest_one_and_exit_code_2_by_one_rank(
+    capsys, args, words
+):
     for rank in (0, 1):
         with pytest.raises(SystemExit) as end:
             parse(args, rank)
         told = capsys.readouterr().err
-        assert end.value.code == 2 and (re.search(f"(?s){words}", told) if rank == 0 else told == "")
+        assert end.value.code == 2 and (
+            re.search(f"(?s){words}", told) if rank == 0 else told == ""
+        )
 
 
 def test_names_become_absolute_and_hub_names_stay():
-    cfg = parse(["--agent", "agent.py", "--model", "Qwen/Qwen3-0.6B", "--out", "out/x", "--is_band", "0.5", "5"])
+    cfg = parse(
+        [
+            "--agent",
+            "agent.py",
+            "--model",
+            "Qwen/Qwen3-0.6B",
+            "--out",
+            "out/x",
+            "--is_band",
+            "0.5",
+            "5",
+        ]
+    )
     assert cfg.agent == os.path.abspath("agent.py") and cfg.model == "Qwen/Qwen3-0.6B"
-    assert cfg.out == os.path.abspath("out/x") and cfg.is_band == (0.5, 5.0) and cfg.dtype in ("float32", "bfloat16")
+    assert (
+        cfg.out == os.path.abspath("out/x")
+        and cfg.is_band == (0.5, 5.0)
+        and cfg.dtype in ("float32", "bfloat16")
+    )
 
 
 def test_bad_files_are_refused_before_any_process_starts(tmp_path, tiny):
-    good = Config(model=f"{tiny}/dense", data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "out"))
+    good = Config(
+        model=f"{tiny}/dense", data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "out")
+    )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "label": 1}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "no_class.py").write_text("x = 1\n")
@@ -165,7 +199,9 @@ def test_bad_files_are_refused_before_any_process_starts(tmp_path, tiny):
     ):
         with pytest.raises(ValueError, match=f"(?s){words}"):
             check_inputs(dataclasses.replace(good, **flags))
-    check_inputs(dataclasses.replace(good, model=f"{tiny}/moe", replay_experts=True, balance_coef=0.1))
+    check_inputs(
+        dataclasses.replace(good, model=f"{tiny}/moe", replay_experts=True, balance_coef=0.1)
+    )
     (tmp_path / "out" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="--out .* holds a run already: add --resume"):
         check_inputs(good)
@@ -179,7 +215,12 @@ def test_bad_input_is_one_line_and_exit_code_2(args, word, tmp_path):
     command = [sys.executable, "train.py", "--out", str(tmp_path / "out"), *args]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = run.stderr.strip().splitlines()
-    assert run.returncode == 2 and len(lines) == 1 and lines[0].startswith("instar: ") and word in lines[0]
+    assert (
+        run.returncode == 2
+        and len(lines) == 1
+        and lines[0].startswith("instar: ")
+        and word in lines[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,10 +275,22 @@ def healthy(**changes):
         (dict(gap__on_version_max=math.nan), "float32", "policy version: gap/on_version_max"),
         (dict(gap__on_version_mean=0.03), "bfloat16", "policy version: gap/on_version_mean"),
         (dict(gap__on_version_k3=0.002), "bfloat16", "policy version: gap/on_version_k3"),
-        (dict(gap__on_version_tokens=0.0), "float32", "policy version: gap/on_version_tokens is 0, not > 0: no token"),
-        (dict(lag__max=1.0), "float32", "policy version: lag/max is 1, not <= 0: a token is older than --max_lag"),
+        (
+            dict(gap__on_version_tokens=0.0),
+            "float32",
+            "policy version: gap/on_version_tokens is 0, not > 0: no token",
+        ),
+        (
+            dict(lag__max=1.0),
+            "float32",
+            "policy version: lag/max is 1, not <= 0: a token is older than --max_lag",
+        ),
         (dict(lag__max=math.nan), "float32", "policy version: lag/max is nan"),
-        (dict(experts__missing=2.0), "float32", "forward consistency: experts/missing is 0.02.* of the tokens"),
+        (
+            dict(experts__missing=2.0),
+            "float32",
+            "forward consistency: experts/missing is 0.02.* of the tokens",
+        ),
         (dict(experts__agreement=0.9), "float32", "forward consistency: experts/agreement"),
         (dict(experts__agreement=math.nan), "float32", "forward consistency: experts/agreement"),
     ],
@@ -263,7 +316,9 @@ def test_a_denominator_that_does_not_cover_the_step_is_caught():
 def test_minibatches_hold_whole_groups_and_every_row_once():
     rng = np.random.default_rng(0)
     rollouts = [{"group": g, "result": Result()} for g in range(7) for _ in range(3)]
-    rows = [{"rollout": int(o), "tokens": int(rng.integers(1, 50))} for o in rng.integers(0, 21, 40)]
+    rows = [
+        {"rollout": int(o), "tokens": int(rng.integers(1, 50))} for o in rng.integers(0, 21, 40)
+    ]
     batch = {"rollouts": rollouts, "rows": rows}
     deal(Config(minibatches=3, tokens_per_microbatch=100), batch, 2)
     assert batch["sizes"] == [9, 6, 6] and len(batch["plan"]) == 3
@@ -276,15 +331,22 @@ def test_minibatches_hold_whole_groups_and_every_row_once():
 def test_resuming_cuts_the_metrics_at_the_checkpoint(tmp_path):
     from rich.console import Console
 
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3)) + '{"st')
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3)) + '{"st'
+    )
     Log(Config(out=str(tmp_path)), Console(quiet=True), 2).close()
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
 def test_a_half_written_checkpoint_is_never_the_newest(tmp_path):
     for name in ("checkpoint-000002", "checkpoint-000010", "unfinished"):
         (tmp_path / name).mkdir()
-    assert [p.name for p in train.checkpoints(str(tmp_path))] == ["checkpoint-000002", "checkpoint-000010"]
+    assert [p.name for p in train.checkpoints(str(tmp_path))] == [
+        "checkpoint-000002",
+        "checkpoint-000010",
+    ]
 
 
 class Scorer:
@@ -317,23 +379,36 @@ def row_of(n, start):
 def batch_of(*groups):
     """What the trainer knows of rollouts of these groups without their rows."""
     rollouts = [{"group": g, "result": Result()} for g in groups]
-    return {"rollouts": rollouts, "rows": [{"rollout": i} for i in range(len(groups))], "sizes": [len(groups)]}
+    return {
+        "rollouts": rollouts,
+        "rows": [{"rollout": i} for i in range(len(groups))],
+        "sizes": [len(groups)],
+    }
 
 
 def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(process_group):
     """The weights stay, optim/skipped counts, and the version does not move."""
     scorer, meter = Scorer(math.nan), Meter()
     before = scorer.model.weight.clone()
-    learner = train.Learner(scorer, NO_MESH, torch.optim.SGD(scorer.model.parameters(), lr=1.0), None)
+    learner = train.Learner(
+        scorer, NO_MESH, torch.optim.SGD(scorer.model.parameters(), lr=1.0), None
+    )
     parts = [[row_of(5, 2)]]
     taken = train.learn(Config(), learner, batch_of(0), parts, train.policy_objective, meter)
-    assert taken == 0 and torch.equal(scorer.model.weight, before) and meter.local()["optim/skipped"] == 1
+    assert (
+        taken == 0
+        and torch.equal(scorer.model.weight, before)
+        and meter.local()["optim/skipped"] == 1
+    )
 
 
 def test_a_batch_has_as_many_optimizer_steps_as_epochs_times_minibatches(process_group):
     scorer, steps = Scorer(), []
     optimizer = SimpleNamespace(step=lambda: steps.append(1), zero_grad=scorer.model.zero_grad)
-    learner, batch = train.Learner(scorer, NO_MESH, optimizer, None), batch_of(0, 1) | {"sizes": [1, 1]}
+    learner, batch = (
+        train.Learner(scorer, NO_MESH, optimizer, None),
+        batch_of(0, 1) | {"sizes": [1, 1]},
+    )
     parts = [[row_of(5, 2)], [row_of(6, 2)]]
     taken = train.learn(Config(epochs=3), learner, batch, parts, train.policy_objective, Meter())
     assert taken == len(steps) == 6
@@ -344,19 +419,29 @@ def test_gradients_are_clipped_to_their_norm(process_group, limit, left):
     scorer = Scorer(10.0)
     scorer.model.weight.grad = torch.full_like(scorer.model.weight, 10.0)
     norm = train.clip_gradients(Config(max_grad_norm=limit), scorer, NO_MESH)
-    assert norm == pytest.approx(10.0) and float(scorer.model.weight.grad) == pytest.approx(left, rel=1e-5)
+    assert norm == pytest.approx(10.0) and float(scorer.model.weight.grad) == pytest.approx(
+        left, rel=1e-5
+    )
 
 
 def test_adamw_has_the_betas_and_the_weight_decay_that_were_asked_for():
-    optimizer, _ = build_optimizer(Config(betas=(0.8, 0.7), weight_decay=0.1), torch.nn.Linear(2, 2))
+    optimizer, _ = build_optimizer(
+        Config(betas=(0.8, 0.7), weight_decay=0.1), torch.nn.Linear(2, 2)
+    )
     assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [((0.8, 0.7), 0.1)]
 
 
-def test_the_critic_learns_at_its_own_rate_and_the_entropy_has_a_gradient_where_a_bonus_needs_it(monkeypatch):
+def test_the_critic_learns_at_its_own_rate_and_the_entropy_has_a_gradient_where_a_bonus_needs_it(
+    monkeypatch,
+):
     class Model(torch.nn.Module):
         def __init__(self, path):
             super().__init__()
-            self.path, self.embed_tokens, self.lm_head = path, torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
+            self.path, self.embed_tokens, self.lm_head = (
+                path,
+                torch.nn.Embedding(7, 4),
+                torch.nn.Linear(4, 7),
+            )
 
         def get_input_embeddings(self):
             return self.embed_tokens
@@ -386,10 +471,17 @@ def test_a_kl_is_in_the_reward_or_in_the_loss_and_a_bonus_in_the_loss(process_gr
     assert objective(micro, entropy_coef=0.5)[0] == [2.5, 2.5]  # less 0.5 times -3
     flags = dict(kl_coef=0.1, kl_loss=True)
     losses, metrics = objective(micro, **flags)
-    assert losses == pytest.approx([1.05, 1.05]) and float(metrics["kl/loss"][0]) == 1.0  # k2: d is 1
+    assert (
+        losses == pytest.approx([1.05, 1.05]) and float(metrics["kl/loss"][0]) == 1.0
+    )  # k2: d is 1
     found = {}
     for kl_loss in (False, True):
-        credit(Config(estimator="reinforce", whiten=False, kl_coef=0.1, kl_loss=kl_loss), batch_of(0), [micro], Meter())
+        credit(
+            Config(estimator="reinforce", whiten=False, kl_coef=0.1, kl_loss=kl_loss),
+            batch_of(0),
+            [micro],
+            Meter(),
+        )
         found[kl_loss] = micro.advantages[micro.mask].tolist()
     assert found[False] == pytest.approx([-0.2, -0.1]) and found[True] == [0.0, 0.0]  # k1: d is 1
 
@@ -416,10 +508,14 @@ def test_rewards_are_clipped_and_shaped_before_they_are_credited(process_group):
     batch, meter = batch_of(0, 0, 0), Meter()
     for r, reward in zip(batch["rollouts"], (-9.0, 0.5, 9.0)):
         r["result"].reward = reward
-    micro = pack([segment(9, [(2, n)]) for n in (4, 5, 8)], [0, 1, 2], [0, 1, 2])  # 2, 3 and 6 sampled tokens
+    micro = pack(
+        [segment(9, [(2, n)]) for n in (4, 5, 8)], [0, 1, 2], [0, 1, 2]
+    )  # 2, 3 and 6 sampled tokens
     flags = dict(estimator="reinforce", whiten=False, reward_clip=(-1.0, 2.0), overlong=(6, 4))
     credit(Config(**flags), batch, [micro], meter)
-    assert [float(a.max() if a.max() else a.min()) for a in micro.advantages] == pytest.approx([-1.0, 0.25, 1.0])
+    assert [float(a.max() if a.max() else a.min()) for a in micro.advantages] == pytest.approx(
+        [-1.0, 0.25, 1.0]
+    )
     assert meter.local()["reward/overlong"] == pytest.approx(-1.25 / 3)
 
 
@@ -428,9 +524,13 @@ def test_gdpo_without_named_rewards_is_refused(process_group):
         credit(Config(estimator="gdpo"), batch_of(0, 0), [row_of(5, 2)], Meter())
 
 
-def test_the_denominator_of_a_step_is_of_all_tokens_or_of_the_kept_of_rollouts_or_a_length(process_group, monkeypatch):
+def test_the_denominator_of_a_step_is_of_all_tokens_or_of_the_kept_of_rollouts_or_a_length(
+    process_group, monkeypatch
+):
     seen, real = [], train.loss.aggregate
-    monkeypatch.setattr(train.loss, "aggregate", lambda *args: seen.append(float(args[-1])) or real(*args))
+    monkeypatch.setattr(
+        train.loss, "aggregate", lambda *args: seen.append(float(args[-1])) or real(*args)
+    )
     for flags, want in (
         (dict(), 4.0),
         (dict(is_denominator="kept"), 3.0),
@@ -440,7 +540,9 @@ def test_the_denominator_of_a_step_is_of_all_tokens_or_of_the_kept_of_rollouts_o
         micro, scorer, meter = row_of(6, 2), Scorer(), Meter()  # four trained tokens
         micro.weights[0, 2] = 0.0  # one of them rejected
         learner = train.Learner(scorer, NO_MESH, torch.optim.SGD(scorer.model.parameters()), None)
-        train.learn(Config(**flags), learner, batch_of(0, 1), [[micro]], train.policy_objective, meter)
+        train.learn(
+            Config(**flags), learner, batch_of(0, 1), [[micro]], train.policy_objective, meter
+        )
         assert seen.pop() == want and meter.local()["loss/mass"] == pytest.approx(1.0)
 
 
@@ -450,19 +552,32 @@ def test_as_many_checkpoints_as_asked_are_kept_and_the_newest_is_loaded(tmp_path
     def learner(weight):
         model = torch.nn.Linear(1, 1)
         torch.nn.init.constant_(model.weight, weight)
-        return {"policy": train.Learner(SimpleNamespace(model=model), None, *build_optimizer(cfg, model))}
+        return {
+            "policy": train.Learner(
+                SimpleNamespace(model=model), None, *build_optimizer(cfg, model)
+            )
+        }
 
     for step in (1, 2, 3):
-        train.save_checkpoint(cfg, learner(float(step)), {"step": step, "version": step, "kl_coef": 0.5, "best": {}})
-    assert [p.name for p in train.checkpoints(cfg.out)] == ["checkpoint-000002", "checkpoint-000003"]
+        train.save_checkpoint(
+            cfg, learner(float(step)), {"step": step, "version": step, "kl_coef": 0.5, "best": {}}
+        )
+    assert [p.name for p in train.checkpoints(cfg.out)] == [
+        "checkpoint-000002",
+        "checkpoint-000003",
+    ]
     train.load_checkpoint(cfg, loaded := learner(0.0))
     assert loaded["policy"].replay.model.weight.item() == 3.0
     assert train.newest(cfg)["step"] == 3 and train.newest(Config(out=cfg.out))["step"] == 0
 
 
-def test_a_fault_of_the_user_s_found_by_an_actor_is_told_in_one_line_with_exit_code_2(monkeypatch, capsys, tmp_path):
+def test_a_fault_of_the_user_s_found_by_an_actor_is_told_in_one_line_with_exit_code_2(
+    monkeypatch, capsys, tmp_path
+):
     def fails(cfg, rows):
-        raise ray.exceptions.RayTaskError("next_batch", "a traceback", BadInput("no such tool")).as_instanceof_cause()
+        raise ray.exceptions.RayTaskError(
+            "next_batch", "a traceback", BadInput("no such tool")
+        ).as_instanceof_cause()
 
     monkeypatch.setattr(train, "run", fails)
     assert train.main(["--out", str(tmp_path / "run")]) == 2
@@ -476,9 +591,13 @@ def test_help_says_of_every_flag_what_it_is_and_nothing_else(capsys):
     lines = inspect.getsource(Config).split("\n")
     for f in dataclasses.fields(Config):
         at = next(i for i, line in enumerate(lines) if line.startswith(f"    {f.name}: "))
-        own = lines[at].partition("  # ")[2] or lines[at - 1].partition("    # ")[2]  # beside the field, or above it
+        own = (
+            lines[at].partition("  # ")[2] or lines[at - 1].partition("    # ")[2]
+        )  # beside the field, or above it
         names = re.finditer(rf" --(no_)?{f.name}[ ,]", shown)
-        assert own and any(re.sub(r"\s+", " ", own) in shown[m.end() : m.end() + 400] for m in names), f.name
+        assert own and any(
+            re.sub(r"\s+", " ", own) in shown[m.end() : m.end() + 400] for m in names
+        ), f.name
     assert not re.search(r"---- \w+\.py", shown)  # a heading of the fields
 
 
@@ -486,5 +605,7 @@ def test_planted_a_token_of_a_version_to_come_is_refused_and_one_of_today_is_not
     row = segment(9, [(3, 6)])  # of version 0
     for version in (0, 4):
         train.verify(train.Config(), [pack([row], [0])], [row], version, "cpu", Meter())
-    with pytest.raises(InvariantError, match="^policy version: a token is stamped 0, the trainer is at version -1"):
+    with pytest.raises(
+        InvariantError, match="^policy version: a token is stamped 0, the trainer is at version -1"
+    ):
         train.verify(train.Config(), [pack([row], [0])], [row], -1, "cpu", Meter())

@@ -13,9 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from server import NODE_KEY, As, BadRequest, Call, In, read_chat, read_messages, read_responses, same_turn
+from server import (
+    NODE_KEY,
+    As,
+    BadRequest,
+    Call,
+    In,
+    read_chat,
+    read_messages,
+    read_responses,
+    same_turn,
+)
 
-RECORDED = {p.name[:2]: json.loads(p.read_text()) for p in sorted(Path(__file__).with_name("wires").glob("*.json"))}
+RECORDED = {
+    p.name[:2]: json.loads(p.read_text())
+    for p in sorted(Path(__file__).with_name("wires").glob("*.json"))
+}
 READ = {"chat/completions": read_chat, "responses": read_responses, "messages": read_messages}
 PNG = base64.b64encode(b"\x89PNG bytes").decode()
 
@@ -24,7 +37,11 @@ def tool(entry, wire):
     """The recordings abbreviate a tool to its name and kind."""
     name, kind = entry["_name"], entry["_type"]
     if kind == "namespace":
-        return {"type": kind, "name": name, "tools": [{"type": "function", "name": "spawn_agent", "parameters": {}}]}
+        return {
+            "type": kind,
+            "name": name,
+            "tools": [{"type": "function", "name": "spawn_agent", "parameters": {}}],
+        }
     flat = {"name": name, "description": "d"}
     if wire == "messages":
         return flat | {"input_schema": {"type": "object"}}
@@ -57,15 +74,25 @@ def chat_reply(response):
     if "sse" not in response:
         message = response["choices"][0]["message"]
         calls = [
-            Call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])
+            Call(c["id"], c["function"]["name"], c["function"]["arguments"])
+            for c in message.get("tool_calls", [])
         ]
         return turn(message["content"] or "", message.get("reasoning_content"), calls)
     text, thought, calls = "", "", {}
-    for delta in (c["delta"] for event in response["sse"] if isinstance(event, dict) for c in event["choices"]):
-        text, thought = text + delta.get("content", ""), thought + delta.get("reasoning_content", "")
+    for delta in (
+        c["delta"] for event in response["sse"] if isinstance(event, dict) for c in event["choices"]
+    ):
+        text, thought = (
+            text + delta.get("content", ""),
+            thought + delta.get("reasoning_content", ""),
+        )
         for part in delta.get("tool_calls", []):
-            call = calls.setdefault(part["index"], Call(part.get("id"), part["function"].get("name"), ""))
-            calls[part["index"]] = replace(call, arguments=call.arguments + part["function"]["arguments"])
+            call = calls.setdefault(
+                part["index"], Call(part.get("id"), part["function"].get("name"), "")
+            )
+            calls[part["index"]] = replace(
+                call, arguments=call.arguments + part["function"]["arguments"]
+            )
     return turn(text, thought or None, calls.values())
 
 
@@ -73,7 +100,11 @@ def responses_reply(response):
     items, events = response.get("output"), response.get("sse", [])
     if items is None:
         events = [e for e in events if isinstance(e, dict)]
-        items = {e["output_index"]: e["item"] for e in events if e["type"].startswith("response.output_item")}.values()
+        items = {
+            e["output_index"]: e["item"]
+            for e in events
+            if e["type"].startswith("response.output_item")
+        }.values()
     text = "".join(i["content"][0]["text"] for i in items if i["type"] == "message")
     thought = "".join(i["summary"][0]["text"] for i in items if i["type"] == "reasoning")
     # the recording of one stream is cut inside its last call
@@ -89,7 +120,9 @@ def responses_reply(response):
 def messages_reply(response):
     blocks = {i: dict(b) for i, b in enumerate(response.get("content", []))}
     for block in blocks.values():
-        block["raw"] = json.dumps(block.get("input"), indent=1)  # sampled with other blanks than the client's
+        block["raw"] = json.dumps(
+            block.get("input"), indent=1
+        )  # sampled with other blanks than the client's
     for event in (e for e in response.get("sse", []) if isinstance(e, dict)):
         if event["type"] == "content_block_start":
             blocks[event["index"]] = event["content_block"] | {"raw": ""}
@@ -101,7 +134,9 @@ def messages_reply(response):
     text = "".join(b["text"] for b in blocks if b["type"] == "text")
     thought = "".join(b["thinking"] for b in blocks if b["type"] == "thinking")
     calls = [Call(b["id"], b["name"], b["raw"]) for b in blocks if b["type"] == "tool_use"]
-    return turn(text, thought or None, calls, [b["signature"] for b in blocks if b["type"] == "thinking"])
+    return turn(
+        text, thought or None, calls, [b["signature"] for b in blocks if b["type"] == "thinking"]
+    )
 
 
 REPLY = {"chat/completions": chat_reply, "responses": responses_reply, "messages": messages_reply}
@@ -121,7 +156,9 @@ def best(echo, sent):
 # ---- Recorded exchanges
 
 
-@pytest.mark.parametrize("name,i", [(n, i) for n, d in RECORDED.items() for i in range(len(d["exchanges"]))])
+@pytest.mark.parametrize(
+    "name,i", [(n, i) for n, d in RECORDED.items() for i in range(len(d["exchanges"]))]
+)
 def test_every_recorded_request_is_read(name, i):
     exchange = RECORDED[name]["exchanges"][i]
     read, body, headers = request(exchange)
@@ -165,11 +202,22 @@ def test_an_unthreaded_retry_echoes_the_reply_that_was_delivered():
     rejected, first, second = RECORDED["05"]["exchanges"]
     assert delivered(rejected) is None
     assert [same_turn(t, delivered(first)) for t in turns(parsed(second))] == ["T1"]
-    assert [t.error for t in parsed(second).turns if isinstance(t, In) and t.role == "tool"] == [True, False]
+    assert [t.error for t in parsed(second).turns if isinstance(t, In) and t.role == "tool"] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
-    "name,at", [("01", (0, 1)), ("04", (0, 1)), ("07", (0, 1)), ("08", (1, 2)), ("12", (0, 1)), ("16", (1, 2))]
+    "name,at",
+    [
+        ("01", (0, 1)),
+        ("04", (0, 1)),
+        ("07", (0, 1)),
+        ("08", (1, 2)),
+        ("12", (0, 1)),
+        ("16", (1, 2)),
+    ],
 )
 def test_a_recorded_continuation_extends_the_history_before_it(name, at):
     before, after = (parsed(RECORDED[name]["exchanges"][i]).turns for i in at)
@@ -179,7 +227,9 @@ def test_a_recorded_continuation_extends_the_history_before_it(name, at):
 def test_a_recorded_compaction_keeps_its_newest_turn_and_changes_the_input_before_it():
     before, summary, _ = (parsed(e).turns for e in RECORDED["09"]["exchanges"])
     assert turns(parsed(RECORDED["09"]["exchanges"][1])) == [t for t in before if isinstance(t, As)]
-    assert summary[: len(before)] == before  # the moved cache_control is not seen, the block in the last message is
+    assert (
+        summary[: len(before)] == before
+    )  # the moved cache_control is not seen, the block in the last message is
     assert summary[-1].role == "user" and summary[-1].text.startswith("CRITICAL")
 
 
@@ -197,13 +247,19 @@ def test_a_summary_that_comes_back_as_assistant_text_has_no_anchor():
 def test_two_wires_of_one_client_say_the_same():
     responses, messages = (turns(parsed(e))[0] for e in RECORDED["19"]["exchanges"])
     assert (responses.text, responses.reasoning) == (messages.text, messages.reasoning)
-    assert "ENC:2db0ff363ebe4e9d9462e7700b071135" in responses.anchors and "sig-stub-abc123" in messages.anchors
+    assert (
+        "ENC:2db0ff363ebe4e9d9462e7700b071135" in responses.anchors
+        and "sig-stub-abc123" in messages.anchors
+    )
     assert same_turn(replace(messages, calls=responses.calls), responses) == "T1"
 
 
 def test_recorded_requests_say_what_they_want():
     assert parsed(RECORDED["14"]["exchanges"][0]).include_encrypted
-    assert parsed(RECORDED["06"]["exchanges"][0]).schema and not parsed(RECORDED["07"]["exchanges"][0]).schema
+    assert (
+        parsed(RECORDED["06"]["exchanges"][0]).schema
+        and not parsed(RECORDED["07"]["exchanges"][0]).schema
+    )
     assert parsed(RECORDED["22"]["exchanges"][1]).previous == "resp_5611b61c48ce42fda79cc06c"
 
 
@@ -211,7 +267,9 @@ def test_recorded_requests_say_what_they_want():
 
 
 def said(message):
-    return read_chat({"messages": [{"role": "user", "content": "q"}, {"role": "assistant"} | message]}, {}).turns[1]
+    return read_chat(
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant"} | message]}, {}
+    ).turns[1]
 
 
 def claude(*contents, **extra):
@@ -220,7 +278,10 @@ def claude(*contents, **extra):
 
 
 def test_moving_cache_control_is_not_seen():
-    blocks = [{"type": "tool_result", "tool_use_id": "a", "content": "1"}, {"type": "text", "text": "t"}]
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "1"},
+        {"type": "text", "text": "t"},
+    ]
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     histories = []
     for k in range(4):
@@ -245,18 +306,28 @@ def test_an_echo_by_object_by_dump_and_by_stream_helper_is_one_turn():
 @pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}], "absent"])
 def test_every_way_to_say_nothing_is_the_same(content):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    message = {"tool_calls": [call]} if content == "absent" else {"tool_calls": [call], "content": content}
+    message = (
+        {"tool_calls": [call]}
+        if content == "absent"
+        else {"tool_calls": [call], "content": content}
+    )
     assert said(message) == As("", None, (Call("c1", "f", ""),), ("c1",))
 
 
 def test_a_string_is_a_list_of_one_text_on_every_wire():
     want = [In("user", "hi")]
-    for content in ("hi", [{"type": "text", "text": "hi"}], [{"text": "hi"}, {"type": "text", "text": ""}]):
+    for content in (
+        "hi",
+        [{"type": "text", "text": "hi"}],
+        [{"text": "hi"}, {"type": "text", "text": ""}],
+    ):
         assert read_chat({"messages": [{"role": "user", "content": content}]}, {}).turns == want
         assert claude(("user", content)) == want
     assert read_responses({"input": "hi"}, {}).turns == want
     assert (
-        read_responses({"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]}, {}).turns
+        read_responses(
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]}, {}
+        ).turns
         == want
     )
 
@@ -286,7 +357,9 @@ def test_a_user_message_extended_in_place_is_another_input():
 def test_the_billing_header_is_not_seen():
     def system(digest, style):
         head = f"x-anthropic-billing-header: cc_version=2.1;{digest}"
-        return claude(("user", "q"), system=[{"type": "text", "text": t} for t in (head, "You are", style)])
+        return claude(
+            ("user", "q"), system=[{"type": "text", "text": t} for t in (head, "You are", style)]
+        )
 
     assert system("aaa", "x") == system("bbb", "x") == [In("system", "You are\nx"), In("user", "q")]
     assert system("aaa", "x") != system("aaa", "Today's date is another")
@@ -299,7 +372,9 @@ def test_tool_results_keep_the_order_in_which_they_came():
     chat = [{"role": "tool", "tool_call_id": i, "content": i.upper()} for i in "ba"]
     assert read_chat({"messages": [*chat, {"role": "user", "content": "go on"}]}, {}).turns == want
     items = [{"type": "function_call_output", "call_id": i, "output": i.upper()} for i in "ba"]
-    assert read_responses({"input": [*items, {"role": "user", "content": "go on"}]}, {}).turns == want
+    assert (
+        read_responses({"input": [*items, {"role": "user", "content": "go on"}]}, {}).turns == want
+    )
 
 
 def test_text_between_tool_results_stays_between_them():
@@ -320,7 +395,14 @@ def test_missing_duplicate_and_unknown_tool_results_are_read():
 
 def test_a_tool_result_may_be_text_blocks_an_image_an_error_or_nothing():
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
-    contents = ["x", [{"type": "text", "text": "x"}], [{"type": "text", "text": "x"}, image], None, [], ""]
+    contents = [
+        "x",
+        [{"type": "text", "text": "x"}],
+        [{"type": "text", "text": "x"}, image],
+        None,
+        [],
+        "",
+    ]
     blocks = [{"type": "tool_result", "tool_use_id": "a", "content": c} for c in contents]
     text, block, with_image, *nothing = claude(("user", blocks))
     assert text == block == In("tool", "x", "a") and with_image.images and with_image.text == "x"
@@ -331,10 +413,18 @@ def test_a_tool_result_may_be_text_blocks_an_image_an_error_or_nothing():
 def test_an_image_is_its_bytes_whatever_the_wire():
     anthropic = claude(("user", [{"type": "image", "source": {"type": "base64", "data": PNG}}]))
     uri = f"data:image/png;base64,{PNG}"
-    chat = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}]}
-    responses = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": uri}]}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}
+        ]
+    }
+    responses = {
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": uri}]}]
+    }
     assert read_chat(chat, {}).turns == read_responses(responses, {}).turns == anthropic
-    assert anthropic != claude(("user", [{"type": "image", "source": {"type": "base64", "data": PNG[:4]}}]))
+    assert anthropic != claude(
+        ("user", [{"type": "image", "source": {"type": "base64", "data": PNG[:4]}}])
+    )
     url = claude(("user", [{"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}]))
     assert url[0].images == ("https://x/y.png",)
 
@@ -345,8 +435,15 @@ def test_system_messages_stay_where_they_are():
     got = read_chat({"messages": chat}, {}).turns
     assert [t.role for t in got] == ["system", "user", "system", "tool", "tool", "system", "user"]
     assert [t.text for t in got] == list("0123456")
-    assert [t.role for t in claude(("user", "q"), ("system", "s"), system="S")] == ["system", "user", "system"]
-    items = {"instructions": "S", "input": [{"role": "user", "content": "q"}, {"role": "developer", "content": "s"}]}
+    assert [t.role for t in claude(("user", "q"), ("system", "s"), system="S")] == [
+        "system",
+        "user",
+        "system",
+    ]
+    items = {
+        "instructions": "S",
+        "input": [{"role": "user", "content": "q"}, {"role": "developer", "content": "s"}],
+    }
     assert [t.role for t in read_responses(items, {}).turns] == ["system", "user", "system"]
 
 
@@ -357,10 +454,24 @@ def test_adjacent_response_items_are_one_turn():
         "summary": [{"type": "summary_text", "text": "r"}],
         "encrypted_content": "E",
     }
-    message = {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]}
-    call = {"type": "function_call", "id": "fc", "call_id": "c", "name": "f", "namespace": "ns", "arguments": "{"}
+    message = {
+        "type": "message",
+        "id": "m",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "t"}],
+    }
+    call = {
+        "type": "function_call",
+        "id": "fc",
+        "call_id": "c",
+        "name": "f",
+        "namespace": "ns",
+        "arguments": "{",
+    }
     result = {"type": "function_call_output", "call_id": "c", "output": "1"}
-    got = read_responses({"input": [reasoning, message, {"type": "web_search_call"}, call, result, message]}, {}).turns
+    got = read_responses(
+        {"input": [reasoning, message, {"type": "web_search_call"}, call, result, message]}, {}
+    ).turns
     assert got == [
         As("t", "r", (Call("c", "f", "{", "ns"),), ("c", "rs", "E", "m", "fc")),
         In("tool", "1", "c"),
@@ -371,7 +482,11 @@ def test_adjacent_response_items_are_one_turn():
 def test_legacy_functions_become_tools():
     body = {
         "messages": [
-            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            {
+                "role": "assistant",
+                "content": None,
+                "function_call": {"name": "f", "arguments": "{}"},
+            },
             {"role": "function", "name": "f", "content": "1"},
         ],
         "functions": [{"name": "f", "parameters": {"type": "object"}}],
@@ -379,25 +494,40 @@ def test_legacy_functions_become_tools():
     }
     req = read_chat(body, {})
     assert req.turns == [As("", None, (Call("", "f", "{}"),), ()), In("tool", "1")]
-    assert req.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert req.tools == [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    ]
     assert (req.tool_choice, req.forced) == ("required", "f")
 
 
 def test_tools_of_three_wires_are_one_schema_and_hosted_ones_are_dropped():
     schema = {"type": "object", "properties": {"x": {"type": "string"}}}
     flat = {"name": "f", "description": "d"}
-    chat = {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": flat | {"parameters": schema}}]}
+    chat = {
+        "messages": [{"role": "user"}],
+        "tools": [{"type": "function", "function": flat | {"parameters": schema}}],
+    }
     hosted = {"type": "web_search", "filters": None}
-    responses = {"input": "q", "tools": [{"type": "function", "strict": False, "parameters": schema} | flat, hosted]}
+    responses = {
+        "input": "q",
+        "tools": [{"type": "function", "strict": False, "parameters": schema} | flat, hosted],
+    }
     cached = flat | {"input_schema": schema, "cache_control": {"type": "ephemeral"}}
     messages = {
         "messages": [{"role": "user"}],
         "tools": [cached, {"type": "web_search_20250305", "name": "web_search"}],
     }
     want = [{"type": "function", "function": flat | {"parameters": schema}}]
-    assert read_chat(chat, {}).tools == read_responses(responses, {}).tools == read_messages(messages, {}).tools == want
+    assert (
+        read_chat(chat, {}).tools
+        == read_responses(responses, {}).tools
+        == read_messages(messages, {}).tools
+        == want
+    )
     group = {"type": "namespace", "name": "ns", "tools": responses["tools"][:1]}
-    assert read_responses({"input": "q", "tools": [group]}, {}).tools == [want[0] | {"namespace": "ns"}]
+    assert read_responses({"input": "q", "tools": [group]}, {}).tools == [
+        want[0] | {"namespace": "ns"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -418,22 +548,45 @@ def test_a_forced_call_is_named(choice, want):
 
 
 def test_sampling_wishes_are_recorded_and_limits_read():
-    body = {"messages": [{"role": "user"}], "temperature": 0.5, "max_tokens": 9, "max_completion_tokens": 7, "n": 3}
+    body = {
+        "messages": [{"role": "user"}],
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "max_completion_tokens": 7,
+        "n": 3,
+    }
     body |= {"stop": "END", "stream": True, "stream_options": {"include_usage": True}, "seed": None}
     body |= {"response_format": {"type": "json_schema"}}
     req = read_chat(body, {"X-Stainless-Retry-Count": "2"})
-    assert req.asked == {"temperature": 0.5} and (req.max_tokens, req.n, req.stop, req.retry) == (7, 3, ["END"], 2)
+    assert req.asked == {"temperature": 0.5} and (req.max_tokens, req.n, req.stop, req.retry) == (
+        7,
+        3,
+        ["END"],
+        2,
+    )
     assert req.stream and req.include_usage and req.schema == {"type": "object"}
     plain = read_messages(
-        {"messages": [{"role": "user"}], "stop_sequences": ["a", "b"]}, {"x-stainless-retry-count": "x"}
+        {"messages": [{"role": "user"}], "stop_sequences": ["a", "b"]},
+        {"x-stainless-retry-count": "x"},
     )
-    assert (plain.max_tokens, plain.n, plain.stop, plain.retry, plain.asked) == (None, 1, ["a", "b"], 0, {})
+    assert (plain.max_tokens, plain.n, plain.stop, plain.retry, plain.asked) == (
+        None,
+        1,
+        ["a", "b"],
+        0,
+        {},
+    )
 
 
 # ---- Tiers
 
 
-SENT = turn("\n\nLet me look.  \n", "\nThink\n", [Call("c1", "Bash", '{"command": "ls", "timeout": 5}')], ["sig"])
+SENT = turn(
+    "\n\nLet me look.  \n",
+    "\nThink\n",
+    [Call("c1", "Bash", '{"command": "ls", "timeout": 5}')],
+    ["sig"],
+)
 
 
 def echoed(raw, sent, name="f"):
@@ -445,17 +598,22 @@ def echoed(raw, sent, name="f"):
 def test_serialising_arguments_again_is_the_same_turn():
     raw = '{"city":  "Z\\u00fc", "z": 1.0, "a": 1e3, "city": "B"}'
     assert echoed('{"a":1000,"city":"B","z":1}', raw) == "T1" and echoed(raw, raw) == "T0"
-    assert echoed('{"a":1000,"city":"Z\\u00fc","z":1}', raw) == "T2"  # of duplicate keys the last counts
+    assert (
+        echoed('{"a":1000,"city":"Z\\u00fc","z":1}', raw) == "T2"
+    )  # of duplicate keys the last counts
     assert echoed("{}", "") == echoed("", " { } ") == echoed("{}", " ") == "T1"
 
 
-@pytest.mark.parametrize("echo,sent", [("9007199254740992", "9007199254740993"), ("0", "-0.0"), ("1e400", "1e400 ")])
+@pytest.mark.parametrize(
+    "echo,sent", [("9007199254740992", "9007199254740993"), ("0", "-0.0"), ("1e400", "1e400 ")]
+)
 def test_numbers_are_equal_if_their_doubles_are(echo, sent):
     assert echoed(f'{{"x":{echo}}}', f'{{"x":{sent}}}') == "T1"
 
 
 @pytest.mark.parametrize(
-    "echo,sent", [("1", "true"), ("0", "false"), ("9007199254740995", "9007199254740993"), ("1e400", "1e401")]
+    "echo,sent",
+    [("1", "true"), ("0", "false"), ("9007199254740995", "9007199254740993"), ("1e400", "1e401")],
 )
 def test_other_numbers_are_not_equal(echo, sent):
     assert echoed(f'{{"x":{echo}}}', f'{{"x":{sent}}}') == "T2"
@@ -463,8 +621,12 @@ def test_other_numbers_are_not_equal(echo, sent):
 
 def test_a_default_added_or_line_tails_stripped_is_a_rewrite():
     sent = '{"file_path": "a", "new_string": "x  \\ny\\t\\n"}'
-    assert echoed('{"replace_all": false, "new_string": "x\\ny\\n", "file_path": "a"}', sent) == "T2"
-    assert echoed('{"replace_all": false, "new_string": "x\\n y\\n", "file_path": "a"}', sent) == "T2"
+    assert (
+        echoed('{"replace_all": false, "new_string": "x\\ny\\n", "file_path": "a"}', sent) == "T2"
+    )
+    assert (
+        echoed('{"replace_all": false, "new_string": "x\\n y\\n", "file_path": "a"}', sent) == "T2"
+    )
     assert echoed('{"replace_all": false, "file_path": "a"}', sent) == "T2"
 
 
@@ -485,9 +647,15 @@ def test_arguments_that_are_no_json_match_raw_or_wrapped_only():
     raw = '{"cmd": "echo" oops'
     wrapped = json.dumps({"__unparsedToolInput": {"raw": raw, "len": len(raw)}})
     assert echoed(raw, raw) == "T0" and echoed(wrapped, raw) == "T1"
-    assert echoed(raw + "!", raw) == echoed(json.dumps({"__unparsedToolInput": {"raw": "x"}}), raw) == "T2"
+    assert (
+        echoed(raw + "!", raw)
+        == echoed(json.dumps({"__unparsedToolInput": {"raw": "x"}}), raw)
+        == "T2"
+    )
     assert echoed('{"x": NaN}', '{"x":NaN}') == "T2"
-    assert same_turn(turn("t"), turn("t", None, [Call("c1", "f", raw)])) is None  # dropped, and nothing else joins them
+    assert (
+        same_turn(turn("t"), turn("t", None, [Call("c1", "f", raw)])) is None
+    )  # dropped, and nothing else joins them
 
 
 def test_arguments_nested_without_end_do_not_crash_the_comparison():
@@ -496,7 +664,11 @@ def test_arguments_nested_without_end_do_not_crash_the_comparison():
 
 
 def test_reasoning_may_be_dropped_or_moved_but_not_edited():
-    call = {"id": "c1", "type": "function", "function": {"name": "Bash", "arguments": SENT.calls[0].arguments}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "Bash", "arguments": SENT.calls[0].arguments},
+    }
     message = {"content": SENT.text, "tool_calls": [call]}
     moved = said(message | {"provider_specific_fields": {"reasoning_content": SENT.reasoning}})
     assert same_turn(said(message), SENT) == "T1" and same_turn(moved, SENT) == "T0"
@@ -542,7 +714,10 @@ def test_a_sibling_that_says_the_same_does_not_win_over_the_one_that_the_ids_nam
 
 
 def test_a_forged_turn_is_foreign_and_a_valid_id_with_other_text_forks():
-    assert same_turn(turn(SENT.text, SENT.reasoning, [replace(SENT.calls[0], id="forged")]), SENT) is None
+    assert (
+        same_turn(turn(SENT.text, SENT.reasoning, [replace(SENT.calls[0], id="forged")]), SENT)
+        is None
+    )
     assert same_turn(turn("other", None, SENT.calls), SENT) == "T3"
     assert same_turn(turn("other"), SENT) is None
 
@@ -560,7 +735,11 @@ def test_a_forged_turn_is_foreign_and_a_valid_id_with_other_text_forks():
         (read_chat, {"messages": [1]}, "messages[0]"),
         (read_chat, {"messages": [{"role": "alien"}]}, "messages[0].role"),
         (read_chat, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (read_chat, {"messages": [{"role": "user", "content": [{"text": 5}]}]}, "messages[0].content[0].text"),
+        (
+            read_chat,
+            {"messages": [{"role": "user", "content": [{"text": 5}]}]},
+            "messages[0].content[0].text",
+        ),
         (read_chat, {"messages": [{"role": "user"}], "stream": "yes"}, "stream"),
         (read_chat, {"messages": [{"role": "user"}], "n": True}, "n must"),
         (read_chat, {"messages": [{"role": "user"}], "max_tokens": 0}, "max_tokens"),
@@ -575,8 +754,16 @@ def test_a_forged_turn_is_foreign_and_a_valid_id_with_other_text_forks():
             {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
             "messages[0].content[0].type",
         ),
-        (read_messages, {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content[0].name"),
-        (read_messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        (
+            read_messages,
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "content[0].name",
+        ),
+        (
+            read_messages,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
         (read_responses, {}, "input"),
         (read_responses, {"input": [{"id": "x"}]}, "input[0].role"),
         (read_responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
@@ -617,7 +804,9 @@ def test_unknown_fields_kinds_and_tools_are_read():
 
 def places(value):
     """Every (container, key) in a JSON value."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
     return [p for k in keys for p in [(value, k), *places(value[k])]]
 
 
@@ -669,7 +858,10 @@ def test_a_custom_call_and_any_call_s_output_are_read():
     ]
     req = read_responses({"input": items}, {})
     assert req.turns[1].calls == (Call("c1", "patch", "*** raw"),)
-    assert [(t.role, t.text, t.call) for t in req.turns[2:]] == [("tool", "done", "c1"), ("tool", "shown", "c2")]
+    assert [(t.role, t.text, t.call) for t in req.turns[2:]] == [
+        ("tool", "done", "c1"),
+        ("tool", "shown", "c2"),
+    ]
 
 
 def changed(rng, body):
@@ -718,7 +910,10 @@ def test_what_was_read_before_is_read_no_differently_again():
 def test_the_values_of_a_history_that_equal_each_other_only_in_python_are_told_apart():
     past = deque()
     for value in (1, True, 1.0, "1"):
-        said = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": value}}]}
+        said = {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": value}}],
+        }
         history = [{"role": "user", "content": "q"}, said, {"role": "user", "content": "r"}]
         req = read_messages({"messages": history}, {}, past)
         assert json.loads(req.turns[1].calls[0].arguments) == {"a": value}

@@ -6,7 +6,13 @@ python tests/tiny.py out/tiny        # writes out/tiny/{dense,tied,moe}
 import sys
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 STARTER = "examples/starter"
 
@@ -29,12 +35,18 @@ def make(folder: str) -> None:
     )
     # layer 0 is dense, as in many mixtures of experts: an expert row of the wrong layer then shows
     moe = dict(
-        moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
     )
     models = {
         "dense": Qwen3ForCausalLM(Qwen3Config(**common)),
         "tied": Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)),
-        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**common | dict(num_hidden_layers=3), **moe, mlp_only_layers=[0])),
+        "moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**common | dict(num_hidden_layers=3), **moe, mlp_only_layers=[0])
+        ),
     }
     for name, model in models.items():
         model.save_pretrained(f"{folder}/{name}")
@@ -44,7 +56,9 @@ def make(folder: str) -> None:
 def upcycle(folder: str, experts: int = 4) -> None:
     """The starter as a mixture of experts: each a copy of its MLP, so it plays as the starter does, with gates yet to learn."""
     dense = Qwen3ForCausalLM.from_pretrained(STARTER)
-    config = dense.config.to_dict() | dict(moe_intermediate_size=dense.config.intermediate_size, num_experts=experts)
+    config = dense.config.to_dict() | dict(
+        moe_intermediate_size=dense.config.intermediate_size, num_experts=experts
+    )
     config["tie_word_embeddings"] = False  # AutoModel's mixture of experts has a head of its own
     del config["model_type"], config["architectures"]
     torch.manual_seed(0)

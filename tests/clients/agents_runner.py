@@ -21,8 +21,12 @@ def add(a: int, b: int) -> int:
 
 async def main():
     kind = OpenAIChatCompletionsModel if sys.argv[2] == "chat" else OpenAIResponsesModel
-    agent = Agent("adder", instructions="Use the tool.", tools=[add], model=kind("policy", AsyncOpenAI()))
-    result = await Runner.run(agent, sys.argv[1], auto_previous_response_id=sys.argv[2] == "previous")
+    agent = Agent(
+        "adder", instructions="Use the tool.", tools=[add], model=kind("policy", AsyncOpenAI())
+    )
+    result = await Runner.run(
+        agent, sys.argv[1], auto_previous_response_id=sys.argv[2] == "previous"
+    )
     print(result.final_output)
 
 

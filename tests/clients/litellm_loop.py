@@ -5,9 +5,18 @@ import sys
 
 import litellm
 
-ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}}]
-messages = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": sys.argv[1]}]
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}}
+]
+messages = [
+    {"role": "system", "content": "Use the tool."},
+    {"role": "user", "content": sys.argv[1]},
+]
 while True:
     said = litellm.completion(model=sys.argv[2], messages=messages, tools=TOOLS).choices[0].message
     messages.append(said)

@@ -5,10 +5,19 @@ import sys
 
 from openai import OpenAI
 
-ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}}]
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}}
+]
 client, stream = OpenAI(), sys.argv[2:] == ["stream"]
-messages = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": sys.argv[1]}]
+messages = [
+    {"role": "system", "content": "Use the tool."},
+    {"role": "user", "content": sys.argv[1]},
+]
 while True:
     body = dict(model="policy", messages=messages, tools=TOOLS)
     if stream:

@@ -5,8 +5,14 @@ import sys
 
 from openai import OpenAI
 
-ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-TOOLS = [{"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": False}]
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+TOOLS = [
+    {"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": False}
+]
 client, mode = OpenAI(), sys.argv[2]
 items, previous = [{"role": "user", "content": sys.argv[1]}], {}
 while True:
