@@ -6,12 +6,18 @@ what each worker handed to its loader with what was sent, and only then moves th
 What was loaded wrongly raises `InvariantError` and leaves the engines paused; where one has died or hangs all are started again, and the
 caller repeats the refit. Either way no token is sampled from half-updated weights.
 
+Weights also leave the trainer for a checkpoint, with all else that a resumed run needs, and as a Hugging Face folder.
+
 The probe, the first request after a refit, is in train.py, since it needs the trainer's forward. Nothing here knows of rollouts.
 
     pytest tests/test_refit.py
 """
 
+import contextlib
+import faulthandler
+import json
 import os
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -22,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from agent import InvariantError
+from replay import Learner, adapters
 
 START_TIMEOUT = 1800  # seconds for the engines to load
 ALIGN, PAGE = (
@@ -291,6 +298,154 @@ class Refit:
                     )
 
 
+# ---- checkpoints and export
+
+
+def checkpoints(out: str) -> list[Path]:
+    """Whole checkpoints in `out`, oldest first; a half-written one has another name."""
+    return sorted(Path(out).glob("checkpoint-*"))
+
+
+def training_state(learners: dict) -> dict:
+    """Weights that learn and moments of each learner, under its name."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(ignore_frozen_params=True)
+    states = {
+        name: get_state_dict(x.replay.model, x.optimizer, options=options)
+        for name, x in learners.items()
+    }
+    return {
+        name: dict(model_state_dict=weights, optim_state_dict=m)
+        for name, (weights, m) in states.items()
+    }
+
+
+class NotWritten(RuntimeError):
+    """A checkpoint or a model could not be written."""
+
+
+@contextlib.contextmanager
+def atomic(cfg, name: str, part: str = ""):
+    """A path under which all ranks write the folder `name` of --out, or of it a `part` to keep; it is there when it is complete.
+    What a kill leaves behind is <out>/unfinished, until the next one is written.
+
+    Raises NotWritten. After --save_timeout seconds it prints the stacks and ends the process.
+    """
+    folder, temporary = Path(cfg.out, name), Path(cfg.out, "unfinished")
+    faulthandler.dump_traceback_later(cfg.save_timeout, exit=True)
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    try:
+        yield temporary
+    except BaseException as e:  # as dcp's is
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk has room again
+        raise NotWritten(
+            f"--out {cfg.out}: {name} was not written, older ones are whole\n{e}"
+        ) from e
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        (temporary / part).rename(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def save_checkpoint(cfg, learners: dict[str, Learner], where: dict, rollouts=None) -> None:
+    """Write `where` (step, version), the ledger of the pool `rollouts` and all sharded state; atomic, by renaming a finished folder.
+
+    In the ledger's terms every prompt before its position is finished, queued (it starts again), ended, or was trained.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    pool = ray.get(rollouts.snapshot.remote()) if rollouts and dist.get_rank() == 0 else None
+    with atomic(cfg, f"checkpoint-{where['step']:06d}") as folder:
+        dcp.save(training_state(learners), checkpoint_id=str(folder))
+        if dist.get_rank() == 0:
+            schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
+            ledger = {name: pool[name] for name in ("position", "ended")} if pool else {}
+            ledger |= (
+                {"finished": list(pool["groups"]), "queue": [g.id for g in pool["queue"]]}
+                if pool
+                else {}
+            )
+            (folder / "run.json").write_text(
+                json.dumps(where | {"ledger": ledger, "schedulers": schedules})
+            )
+            torch.save(pool, folder / "rollouts.pt")
+    for old in checkpoints(cfg.out)[: -cfg.keep] if dist.get_rank() == 0 else []:
+        if old.name != where["best"].get("checkpoint"):
+            shutil.rmtree(old)
+
+
+def newest(cfg) -> dict:
+    """Where the run stands: step and version of the newest checkpoint, or zeros."""
+    if not cfg.resume:
+        return {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}}
+    return json.loads((checkpoints(cfg.out)[-1] / "run.json").read_text())
+
+
+def load_checkpoint(cfg, learners: dict[str, Learner]) -> None:
+    """Load the newest checkpoint into models, optimizers and schedules, on any number of ranks."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    state, options = (
+        training_state(learners),
+        StateDictOptions(strict=False),
+    )  # frozen weights are not in it
+    dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
+    for name, x in learners.items():
+        set_state_dict(x.replay.model, x.optimizer, **state[name], options=options)
+        x.scheduler.load_state_dict(newest(cfg)["schedulers"][name])
+
+
+@torch.no_grad()
+def merge(model) -> None:
+    """Add the adapters to their weights, for good: the model computes the same, its adapters are zero and not in state_dict()."""
+    for weight, sum_of in merged(model):
+        weight.copy_(sum_of())
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.zero_()
+
+    def forget(_, state, *more) -> None:
+        for name in [n for n in state if "lora_" in n]:
+            del state[name]
+
+    model.register_state_dict_post_hook(forget)
+
+
+def export(cfg, model) -> Path:
+    """Write the policy as Hugging Face safetensors, with its tokenizer, into <out>/model; transformers and vLLM load it.
+
+    With --lora_rank the adapters go into <out>/adapter, as peft loads them, and into the weights: the run ends with it.
+    """
+    from nemo_automodel.components.checkpoint.config import CheckpointingConfig
+    from transformers import AutoTokenizer
+
+    extra = dict(tokenizer=AutoTokenizer.from_pretrained(cfg.model), peft_config=adapters(cfg))
+
+    def write(name: str, written: str, **how) -> Path:
+        how |= dict(
+            checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model
+        )
+        checkpointer = CheckpointingConfig(**how).build(
+            dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0
+        )
+        with atomic(cfg, name, written) as folder:
+            model.save_pretrained(str(folder), checkpointer=checkpointer, **extra)
+        return Path(cfg.out) / name
+
+    if cfg.lora_rank:
+        write("adapter", "model", is_peft=True)
+        merge(model)
+    return write("model", "model/consolidated", save_consolidated=True)
+
+
+# ---- the side of an engine's worker
 if "vllm" in sys.modules:  # an engine's process; the trainer never imports vllm, which takes 15 s
     from dataclasses import dataclass
 

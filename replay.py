@@ -3,17 +3,22 @@
 Rows are padded on the right, so causal attention needs no mask and rows cannot leak into each other. Everything stays aligned
 with `tokens`; the shift between a token and the position that predicts it happens once, in `forward`. The head computes
 log-probs in chunks, only where a token is trained, so the logits of a batch never exist at once. For a mixture of experts the
-engine's choices are replayed in the forward and in its recompute. Nothing here knows of engines, rewards or losses.
+engine's choices are replayed in the forward and in its recompute. The second half builds what is re-run: the FSDP2 model of the
+policy, a critic or a reference, and the optimizer. Nothing here knows of engines, rewards or losses.
 
     pytest tests/test_replay.py
 """
 
 import contextlib
+import math
 import re
 from dataclasses import dataclass, fields
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -335,3 +340,195 @@ class Replay:
         full[predicts] = found  # [B, T, C]
         # back to the token's own position
         return full.roll(1, 1).masked_fill(~micro.mask[..., None], 0.0).unbind(-1)
+
+
+# ---- model and optimizer
+
+
+def experts_of(config) -> int:
+    """Number of routed experts in a transformers config, 0 for a dense model."""
+    config = config.get_text_config()
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    return next((n for name in names if (n := getattr(config, name, 0))), 0)
+
+
+@contextlib.contextmanager
+def cuda_means_cpu():
+    """On a CPU: AutoModel 0.7 asks for torch.device("cuda", …) and torch.cuda.current_device() while it builds a model."""
+    real, cpu = torch.device, torch.device("cpu")
+
+    class Meta(type):
+        def __instancecheck__(cls, x):
+            return isinstance(x, real)
+
+        def __call__(cls, *args, **kwargs):
+            return cpu if args and str(args[0]).startswith("cuda") else real(*args, **kwargs)
+
+    with (
+        mock.patch("torch.device", Meta("device", (), {})),
+        mock.patch("torch.cuda.current_device", lambda: cpu),
+    ):
+        yield
+
+
+def adapters(cfg):
+    """AutoModel's description of the adapters of --lora_rank."""
+    from nemo_automodel.components._peft.lora import PeftConfig
+
+    return PeftConfig(
+        target_modules=["*_proj", "*experts*"], dim=cfg.lora_rank, alpha=cfg.lora_alpha
+    )
+
+
+def build_model(cfg, device: str, path: str = ""):
+    """The policy (or the model at `path`, without adapters) as an FSDP2 model with float32 master weights; (model, device meshes)."""
+    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel.components.distributed.config import (
+        DistributedSetup,
+        FSDP2Config,
+        MoEParallelizerConfig,
+    )
+    from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from nemo_automodel.components.models.common.utils import BackendConfig
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from transformers import AutoConfig
+
+    bf16, world = cfg.dtype == "bfloat16", dist.get_world_size()
+    # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
+    fsdp = FSDP2Config(mp_policy=policy, offload_policy=offload, defer_fsdp_grad_sync=False)
+    experts = MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None
+    parallel = dict(
+        parallelism_sizes=ParallelismSizes(ep_size=cfg.ep),
+        moe_parallel_config=experts,
+        world_size=world,
+    )
+    setup = DistributedSetup.build(
+        fsdp, activation_checkpointing=cfg.checkpoint_activations, **parallel
+    )
+    how = dict(
+        torch_dtype=torch.float32,
+        attn_implementation="sdpa",
+        use_liger_kernel=False,
+        distributed_setup=setup,
+    )
+    how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
+    if experts_of(AutoConfig.from_pretrained(path or cfg.model)):
+        # else a rank-local balance gradient
+        how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
+        if device == "cpu":
+            exact = dict(
+                attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32"
+            )
+            how["backend"] = BackendConfig(
+                linear="torch", experts="torch", dispatcher="torch", **exact
+            )
+    with cuda_means_cpu() if device == "cpu" else contextlib.nullcontext():
+        model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
+    if world == 1 and (
+        bf16 or offload
+    ):  # AutoModel shards nothing on one rank, and so would neither cast nor move
+        model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
+        mesh = dist.init_device_mesh(device, (1,), mesh_dim_names=("dp",))  # export needs a name
+        for part in [*model.model.layers.children(), model]:
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    for (
+        buffer
+    ) in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
+        buffer.data = buffer.to(device)
+    return model, setup.mesh_context
+
+
+class Optimizer(torch.optim.Optimizer):
+    """torch.optim.Muon for the groups marked muon, AdamW for the others: one optimizer to the schedule and the checkpoints."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for kind in (torch.optim.AdamW, torch.optim.Muon):
+            if groups := [g for g in self.param_groups if g["muon"] == (kind is torch.optim.Muon)]:
+                part = kind(
+                    groups
+                )  # made at each step, on the same groups and state, since loading replaces both
+                part.state = self.state
+                part.step()
+
+
+def build_optimizer(cfg, model, lr: float = 0.0):
+    """The optimizer and its schedule. One parameter group per device mesh, since foreach kernels cannot mix meshes."""
+    groups = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            muon = (
+                cfg.optimizer == "muon" and p.ndim == 2 and ".layers." in name
+            )  # no embedding and no head
+            groups.setdefault((str(getattr(p, "device_mesh", None)), muon), []).append(p)
+    groups = [{"params": g, "muon": muon} for (_, muon), g in groups.items()]
+    settings = dict(
+        lr=lr or cfg.lr,
+        betas=cfg.betas,
+        weight_decay=cfg.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    optimizer = Optimizer(groups, settings)
+
+    def scale(step: int) -> float:
+        if step < cfg.warmup:
+            return (step + 1) / cfg.warmup
+        done = min(1.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup))
+        return {
+            "constant": 1.0,
+            "linear": 1.0 - done,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        }[cfg.schedule]
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+
+
+@dataclass
+class Learner:
+    """A model that learns, the policy or the critic."""
+
+    replay: Replay
+    mesh: Any  # device meshes
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+
+
+def build_policy(cfg, device: str) -> Learner:
+    model, mesh = build_model(cfg, device)
+    head = Head(model.get_output_embeddings(), entropy_gradient=cfg.entropy_coef != 0)
+    return Learner(
+        Replay(model, cfg.temperature, head, cfg.balance_coef != 0),
+        mesh,
+        *build_optimizer(cfg, model),
+    )
+
+
+def build_critic(cfg, device: str) -> Learner:
+    """The critic of gae: --critic_model with a scalar head in its lm_head's place."""
+    model, mesh = build_model(cfg, device, cfg.critic_model)
+    return Learner(
+        Replay(model, 1.0, ValueHead(model)), mesh, *build_optimizer(cfg, model, cfg.critic_lr)
+    )
+
+
+def build_reference(cfg, device: str) -> Replay:
+    """The frozen model that a KL is to: the reference, or a teacher."""
+    return Replay(build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False), cfg.temperature)
+
+
+def clip_gradients(cfg, replay: Replay, mesh) -> float:
+    """Scale expert gradients for EP, clip all to --max_grad_norm, return the norm before."""
+    from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+
+    world = dist.get_world_size()
+    for p in (
+        replay.head.parameters() if isinstance(replay.head, ValueHead) else ()
+    ):  # FSDP does not know it
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    where = dict(
+        device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh, ep_axis_name="ep", dp_group_size=world
+    )
+    return float(scale_grads_and_clip_grad_norm(cfg.max_grad_norm, [replay.model], **where))

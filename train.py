@@ -11,11 +11,10 @@ $ sbatch slurm/grpo.sbatch --model ...
 `python train.py` is the same as one rank under torchrun, and gives its exit code: 0 done, 2 bad input, 3 an invariant failed
 (the message names it), 1 anything else. torchrun itself turns each of them into 1 and prints the code in its table.
 
-This file wires the other seven modules: flags, model, optimizer, the loop, checkpoints, metrics. It has no algorithm of its own.
+This file wires the other seven modules: flags, the steps of an update, metrics, the loop.
 """
 
 import contextlib
-import faulthandler
 import json
 import logging
 import math
@@ -32,7 +31,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 os.environ.setdefault(
     "RAY_AUTH_MODE", "token"
@@ -58,8 +56,30 @@ import loss
 from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
 from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
-from refit import EngineLeft, Refit, ask, compute_device, merged
-from replay import Head, Replay, ValueHead, check_identity, pack, plan
+from refit import (
+    EngineLeft,
+    NotWritten,
+    Refit,
+    ask,
+    checkpoints,
+    compute_device,
+    export,
+    load_checkpoint,
+    newest,
+    save_checkpoint,
+)
+from replay import (
+    Learner,
+    Replay,
+    build_critic,
+    build_policy,
+    build_reference,
+    check_identity,
+    clip_gradients,
+    experts_of,
+    pack,
+    plan,
+)
 from rollout import DEATHS, launch, load_rows, messages_of
 from server import Chat
 
@@ -560,345 +580,6 @@ def check_inputs(cfg: Config) -> list[dict]:
             f"--out {cfg.out} holds a run already: add --resume to go on with it, or name another folder"
         )
     return rows
-
-
-def experts_of(config) -> int:
-    """Number of routed experts in a transformers config, 0 for a dense model."""
-    config = config.get_text_config()
-    names = "num_experts", "num_local_experts", "n_routed_experts"
-    return next((n for name in names if (n := getattr(config, name, 0))), 0)
-
-
-# ---- model and optimizer
-
-
-@contextlib.contextmanager
-def cuda_means_cpu():
-    """On a CPU: AutoModel 0.7 asks for torch.device("cuda", …) and torch.cuda.current_device() while it builds a model."""
-    real, cpu = torch.device, torch.device("cpu")
-
-    class Meta(type):
-        def __instancecheck__(cls, x):
-            return isinstance(x, real)
-
-        def __call__(cls, *args, **kwargs):
-            return cpu if args and str(args[0]).startswith("cuda") else real(*args, **kwargs)
-
-    with (
-        mock.patch("torch.device", Meta("device", (), {})),
-        mock.patch("torch.cuda.current_device", lambda: cpu),
-    ):
-        yield
-
-
-def adapters(cfg: Config):
-    """AutoModel's description of the adapters of --lora_rank."""
-    from nemo_automodel.components._peft.lora import PeftConfig
-
-    return PeftConfig(
-        target_modules=["*_proj", "*experts*"], dim=cfg.lora_rank, alpha=cfg.lora_alpha
-    )
-
-
-def build_model(cfg: Config, device: str, path: str = ""):
-    """The policy (or the model at `path`, without adapters) as an FSDP2 model with float32 master weights; (model, device meshes)."""
-    from nemo_automodel import NeMoAutoModelForCausalLM
-    from nemo_automodel.components.distributed.config import (
-        DistributedSetup,
-        FSDP2Config,
-        MoEParallelizerConfig,
-    )
-    from nemo_automodel.components.distributed.mesh import ParallelismSizes
-    from nemo_automodel.components.models.common.utils import BackendConfig
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-    from transformers import AutoConfig
-
-    bf16, world = cfg.dtype == "bfloat16", torch.distributed.get_world_size()
-    # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
-    fsdp = FSDP2Config(mp_policy=policy, offload_policy=offload, defer_fsdp_grad_sync=False)
-    experts = MoEParallelizerConfig(mp_policy=policy) if cfg.ep > 1 else None
-    parallel = dict(
-        parallelism_sizes=ParallelismSizes(ep_size=cfg.ep),
-        moe_parallel_config=experts,
-        world_size=world,
-    )
-    setup = DistributedSetup.build(
-        fsdp, activation_checkpointing=cfg.checkpoint_activations, **parallel
-    )
-    how = dict(
-        torch_dtype=torch.float32,
-        attn_implementation="sdpa",
-        use_liger_kernel=False,
-        distributed_setup=setup,
-    )
-    how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
-    if experts_of(AutoConfig.from_pretrained(path or cfg.model)):
-        # else a rank-local balance gradient
-        how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
-        if device == "cpu":
-            exact = dict(
-                attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32"
-            )
-            how["backend"] = BackendConfig(
-                linear="torch", experts="torch", dispatcher="torch", **exact
-            )
-    with cuda_means_cpu() if device == "cpu" else contextlib.nullcontext():
-        model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
-    if world == 1 and (
-        bf16 or offload
-    ):  # AutoModel shards nothing on one rank, and so would neither cast nor move
-        model.float()  # but what has adapters, which it leaves in bfloat16, too coarse for small steps
-        mesh = dist.init_device_mesh(device, (1,), mesh_dim_names=("dp",))  # export needs a name
-        for part in [*model.model.layers.children(), model]:
-            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    for (
-        buffer
-    ) in model.buffers():  # AutoModel leaves them beside the weights, and FSDP moves only those
-        buffer.data = buffer.to(device)
-    return model, setup.mesh_context
-
-
-class Optimizer(torch.optim.Optimizer):
-    """torch.optim.Muon for the groups marked muon, AdamW for the others: one optimizer to the schedule and the checkpoints."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for kind in (torch.optim.AdamW, torch.optim.Muon):
-            if groups := [g for g in self.param_groups if g["muon"] == (kind is torch.optim.Muon)]:
-                part = kind(
-                    groups
-                )  # made at each step, on the same groups and state, since loading replaces both
-                part.state = self.state
-                part.step()
-
-
-def build_optimizer(cfg: Config, model, lr: float = 0.0):
-    """The optimizer and its schedule. One parameter group per device mesh, since foreach kernels cannot mix meshes."""
-    groups = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            muon = (
-                cfg.optimizer == "muon" and p.ndim == 2 and ".layers." in name
-            )  # no embedding and no head
-            groups.setdefault((str(getattr(p, "device_mesh", None)), muon), []).append(p)
-    groups = [{"params": g, "muon": muon} for (_, muon), g in groups.items()]
-    settings = dict(
-        lr=lr or cfg.lr,
-        betas=cfg.betas,
-        weight_decay=cfg.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    optimizer = Optimizer(groups, settings)
-
-    def scale(step: int) -> float:
-        if step < cfg.warmup:
-            return (step + 1) / cfg.warmup
-        done = min(1.0, (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup))
-        return {
-            "constant": 1.0,
-            "linear": 1.0 - done,
-            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        }[cfg.schedule]
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
-
-
-@dataclass
-class Learner:
-    """A model that learns, the policy or the critic."""
-
-    replay: Replay
-    mesh: Any  # device meshes
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-
-
-def build_policy(cfg: Config, device: str) -> Learner:
-    model, mesh = build_model(cfg, device)
-    head = Head(model.get_output_embeddings(), entropy_gradient=cfg.entropy_coef != 0)
-    return Learner(
-        Replay(model, cfg.temperature, head, cfg.balance_coef != 0),
-        mesh,
-        *build_optimizer(cfg, model),
-    )
-
-
-def build_critic(cfg: Config, device: str) -> Learner:
-    """The critic of gae: --critic_model with a scalar head in its lm_head's place."""
-    model, mesh = build_model(cfg, device, cfg.critic_model)
-    return Learner(
-        Replay(model, 1.0, ValueHead(model)), mesh, *build_optimizer(cfg, model, cfg.critic_lr)
-    )
-
-
-def build_reference(cfg: Config, device: str) -> Replay:
-    """The frozen model that a KL is to: the reference, or a teacher."""
-    return Replay(build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False), cfg.temperature)
-
-
-def clip_gradients(cfg: Config, replay: Replay, mesh) -> float:
-    """Scale expert gradients for EP, clip all to --max_grad_norm, return the norm before."""
-    from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
-
-    world = torch.distributed.get_world_size()
-    for p in (
-        replay.head.parameters() if isinstance(replay.head, ValueHead) else ()
-    ):  # FSDP does not know it
-        dist.all_reduce(p.grad)
-        p.grad /= world
-    where = dict(
-        device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh, ep_axis_name="ep", dp_group_size=world
-    )
-    return float(scale_grads_and_clip_grad_norm(cfg.max_grad_norm, [replay.model], **where))
-
-
-# ---- checkpoints
-
-
-def checkpoints(out: str) -> list[Path]:
-    """Whole checkpoints in `out`, oldest first; a half-written one has another name."""
-    return sorted(Path(out).glob("checkpoint-*"))
-
-
-def training_state(learners: dict) -> dict:
-    """Weights that learn and moments of each learner, under its name."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    options = StateDictOptions(ignore_frozen_params=True)
-    states = {
-        name: get_state_dict(x.replay.model, x.optimizer, options=options)
-        for name, x in learners.items()
-    }
-    return {
-        name: dict(model_state_dict=weights, optim_state_dict=m)
-        for name, (weights, m) in states.items()
-    }
-
-
-class NotWritten(RuntimeError):
-    """A checkpoint or a model could not be written."""
-
-
-@contextlib.contextmanager
-def atomic(cfg: Config, name: str, part: str = ""):
-    """A path under which all ranks write the folder `name` of --out, or of it a `part` to keep; it is there when it is complete.
-    What a kill leaves behind is <out>/unfinished, until the next one is written.
-
-    Raises NotWritten. After --save_timeout seconds it prints the stacks and ends the process.
-    """
-    folder, temporary = Path(cfg.out, name), Path(cfg.out, "unfinished")
-    faulthandler.dump_traceback_later(cfg.save_timeout, exit=True)
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-    dist.barrier()
-    try:
-        yield temporary
-    except BaseException as e:  # as dcp's is
-        shutil.rmtree(temporary, ignore_errors=True)  # a full disk has room again
-        raise NotWritten(
-            f"--out {cfg.out}: {name} was not written, older ones are whole\n{e}"
-        ) from e
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        (temporary / part).rename(folder)
-        shutil.rmtree(temporary, ignore_errors=True)
-    dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
-
-
-def save_checkpoint(cfg: Config, learners: dict[str, Learner], where: dict, rollouts=None) -> None:
-    """Write `where` (step, version), the ledger of the pool `rollouts` and all sharded state; atomic, by renaming a finished folder.
-
-    In the ledger's terms every prompt before its position is finished, queued (it starts again), ended, or was trained.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    pool = ray.get(rollouts.snapshot.remote()) if rollouts and dist.get_rank() == 0 else None
-    with atomic(cfg, f"checkpoint-{where['step']:06d}") as folder:
-        dcp.save(training_state(learners), checkpoint_id=str(folder))
-        if dist.get_rank() == 0:
-            schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
-            ledger = {name: pool[name] for name in ("position", "ended")} if pool else {}
-            ledger |= (
-                {"finished": list(pool["groups"]), "queue": [g.id for g in pool["queue"]]}
-                if pool
-                else {}
-            )
-            (folder / "run.json").write_text(
-                json.dumps(where | {"ledger": ledger, "schedulers": schedules})
-            )
-            torch.save(pool, folder / "rollouts.pt")
-    for old in checkpoints(cfg.out)[: -cfg.keep] if dist.get_rank() == 0 else []:
-        if old.name != where["best"].get("checkpoint"):
-            shutil.rmtree(old)
-
-
-def newest(cfg: Config) -> dict:
-    """Where the run stands: step and version of the newest checkpoint, or zeros."""
-    if not cfg.resume:
-        return {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}}
-    return json.loads((checkpoints(cfg.out)[-1] / "run.json").read_text())
-
-
-def load_checkpoint(cfg: Config, learners: dict[str, Learner]) -> None:
-    """Load the newest checkpoint into models, optimizers and schedules, on any number of ranks."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-    state, options = (
-        training_state(learners),
-        StateDictOptions(strict=False),
-    )  # frozen weights are not in it
-    dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
-    for name, x in learners.items():
-        set_state_dict(x.replay.model, x.optimizer, **state[name], options=options)
-        x.scheduler.load_state_dict(newest(cfg)["schedulers"][name])
-
-
-@torch.no_grad()
-def merge(model) -> None:
-    """Add the adapters to their weights, for good: the model computes the same, its adapters are zero and not in state_dict()."""
-    for weight, sum_of in merged(model):
-        weight.copy_(sum_of())
-    for name, p in model.named_parameters():
-        if "lora_" in name:
-            p.zero_()
-
-    def forget(_, state, *more) -> None:
-        for name in [n for n in state if "lora_" in n]:
-            del state[name]
-
-    model.register_state_dict_post_hook(forget)
-
-
-def export(cfg: Config, model) -> Path:
-    """Write the policy as Hugging Face safetensors, with its tokenizer, into <out>/model; transformers and vLLM load it.
-
-    With --lora_rank the adapters go into <out>/adapter, as peft loads them, and into the weights: the run ends with it.
-    """
-    from nemo_automodel.components.checkpoint.config import CheckpointingConfig
-    from transformers import AutoTokenizer
-
-    extra = dict(tokenizer=AutoTokenizer.from_pretrained(cfg.model), peft_config=adapters(cfg))
-
-    def write(name: str, written: str, **how) -> Path:
-        how |= dict(
-            checkpoint_dir=cfg.out, model_save_format="safetensors", model_repo_id=cfg.model
-        )
-        checkpointer = CheckpointingConfig(**how).build(
-            dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0
-        )
-        with atomic(cfg, name, written) as folder:
-            model.save_pretrained(str(folder), checkpointer=checkpointer, **extra)
-        return Path(cfg.out) / name
-
-    if cfg.lora_rank:
-        write("adapter", "model", is_peft=True)
-        merge(model)
-    return write("model", "model/consolidated", save_consolidated=True)
 
 
 # ---- metrics

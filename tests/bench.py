@@ -245,6 +245,7 @@ def refit() -> dict:
     import rollout
     import train
     from refit import Refit
+    from replay import build_model
 
     folder = tempfile.mkdtemp()
     tokenizer = AutoTokenizer.from_pretrained("examples/starter")
@@ -263,7 +264,7 @@ def refit() -> dict:
     cfg = train.parse(["--model", folder])
     engines, _, _ = rollout.launch(cfg, [{"prompt": "x"}], None, 2, tempfile.mkdtemp())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model, _ = train.build_model(cfg, "cpu")
+    model, _ = build_model(cfg, "cpu")
     mover = Refit(cfg, model, engines)
     mover.connect()
     speeds = [mover(i)["refit/gb_per_s"] for i in range(4)][1:]

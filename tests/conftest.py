@@ -73,8 +73,9 @@ class Stage:
         from transformers import AutoConfig, AutoTokenizer
 
         from refit import Refit
+        from replay import build_policy, experts_of
         from server import Chat
-        from train import Config, build_policy, experts_of
+        from train import Config
 
         moe = bool(experts_of(AutoConfig.from_pretrained(model)))
         defaults = dict(

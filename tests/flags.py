@@ -261,7 +261,7 @@ HAND = {
     "seed": ("order of the rows, seeds of engines and tasks", "-"),
     "out": ("a folder", "-", "resuming_cuts_the_metrics"),
     "save_timeout": (
-        "`train.atomic`: seconds until the process ends",
+        "`refit.atomic`: seconds until the process ends",
         "time/save",
         "a_checkpoint_that_hangs",
     ),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 import train
 from agent import Result
 from refit import hf_tensors
-from replay import Head, Replay, ValueHead, pack
+from replay import Head, Replay, ValueHead, build_model, build_optimizer, pack
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
 
@@ -132,7 +132,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
         | flags,
     )
     train.validate(cfg, world)
-    model, mesh = train.build_model(cfg, "cpu")
+    model, mesh = build_model(cfg, "cpu")
     critic = (
         ValueHead(model) if cfg.estimator == "gae" else None
     )  # in the policy's place: what a critic does is tested
@@ -155,7 +155,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
             gradients.update({n: full(p.grad) for n, p in names(model) if p.grad is not None})
             muon.step() if cfg.optimizer == "muon" else super().step()
 
-    muon, _ = train.build_optimizer(cfg, model)
+    muon, _ = build_optimizer(cfg, model)
     optimizer = Keep(
         model.parameters(), lr=1e-2
     )  # before the first forward, which leaves gathered parameters behind

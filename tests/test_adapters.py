@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import train
 from refit import hf_tensors
-from replay import pack
-from train import Config, build_optimizer, build_policy
+from replay import build_optimizer, build_policy, pack
+from train import Config
 
 BAR = 1e-5
 TEXT = list(range(5, 60))

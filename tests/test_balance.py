@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import train
-from replay import MicroBatch, Replay, Router, pack
+from replay import MicroBatch, Replay, Router, build_model, pack
 
 E, K, COEF = 8, 2, 0.5
 
@@ -212,7 +212,7 @@ def test_the_gradient_is_the_slope_of_the_whole_loss():
 @pytest.mark.e2e
 def test_automodel_s_gates_give_the_formula_and_its_slope(tiny):
     def make(again):
-        return train.build_model(train.Config(model=f"{tiny}/moe", dtype="float32"), "cpu")[0]
+        return build_model(train.Config(model=f"{tiny}/moe", dtype="float32"), "cpu")[0]
 
     assert agrees(3e-6, make=make)
     assert slope_agrees(make=make)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import refit
 import train
-from replay import MicroBatch, ValueHead
+from replay import MicroBatch, ValueHead, build_model
 
 pytestmark = pytest.mark.e2e
 
@@ -86,5 +86,5 @@ def test_buffers_go_to_where_the_model_computes(process_group, tiny, monkeypatch
     buffer = SimpleNamespace(data="cpu", to=lambda device: device)
     loaded = SimpleNamespace(buffers=lambda: [buffer])
     monkeypatch.setattr(NeMoAutoModelForCausalLM, "from_pretrained", lambda *args, **how: loaded)
-    train.build_model(train.Config(model=f"{tiny}/dense", dtype="float32"), "cuda")
+    build_model(train.Config(model=f"{tiny}/dense", dtype="float32"), "cuda")
     assert buffer.data == "cuda"

@@ -16,14 +16,14 @@ import ray
 import torch
 from test_replay import segment
 
+import replay
 import train
 from agent import BadInput, InvariantError, Result
-from replay import pack
+from replay import build_optimizer, pack
 from train import (
     Config,
     Log,
     Meter,
-    build_optimizer,
     check_gates,
     check_inputs,
     check_mass,
@@ -449,7 +449,7 @@ def test_the_critic_learns_at_its_own_rate_and_the_entropy_has_a_gradient_where_
         def get_output_embeddings(self):
             return self.lm_head
 
-    monkeypatch.setattr(train, "build_model", lambda cfg, device, path="": (Model(path), None))
+    monkeypatch.setattr(replay, "build_model", lambda cfg, device, path="": (Model(path), None))
     cfg = Config(estimator="gae", critic_model="other", lr=0.1, critic_lr=0.5)
     policy, critic = train.build_policy(cfg, "cpu"), train.build_critic(cfg, "cpu")
     assert [x.scheduler.get_last_lr()[0] for x in (policy, critic)] == [0.1, 0.5]
