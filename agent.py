@@ -5,9 +5,10 @@ the environment answers, as in Gymnasium. A `ChatAgent` is any program that spea
 --agent_cmd it is a whole command line. The `Agent` at the end of this file is the default, a calculator game to copy and edit.
 
 A run of an agent on one prompt is a rollout. A `Trace` grows from the engine's replies, whose ids are kept as they were sampled,
-and ends as a `Segment`, one training row.
+and ends as a `Segment`, one training row. `write_batch` and `read_batch` are the one format of rows in files.
 
-This module knows nothing of models, engines or servers. It imports numpy only, so that an agent can be tried by hand:
+This module knows nothing of models, engines or servers. It imports numpy and safetensors only, so that an agent can be tried by
+hand:
 
     python agent.py "What is 17+25-8?"        # play the default game yourself
 """
@@ -15,6 +16,7 @@ This module knows nothing of models, engines or servers. It imports numpy only, 
 import asyncio
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -22,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 
 class BadInput(ValueError):
@@ -228,6 +232,54 @@ def digest(
         h.update(len(array).to_bytes(8, "little"))
         h.update(np.ascontiguousarray(array, dtype).tobytes())
     return h.digest()
+
+
+PARTS = (
+    "tokens",
+    "mask",
+    "logprobs",
+    "versions",
+    "experts",
+    "experts_ok",
+)  # of a Segment, one entry per token
+
+
+def write_batch(path: Path, batch: dict, segments: list[Segment]) -> None:
+    """A batch as two files that hold no code: <name>.jsonl, a rollout in each line but the first one, which has all else, and
+    <name>.safetensors, the fields of all rows' tokens one after the other."""
+    path.parent.mkdir(exist_ok=True)
+    present = [name for name in PARTS if segments and getattr(segments[0], name) is not None]
+    arrays = {name: np.concatenate([getattr(s, name) for s in segments]) for name in present}
+    save_file(arrays, path.with_suffix(".safetensors"))
+    lines = [{k: v for k, v in batch.items() if k not in ("rollouts", "rows")}]
+    rows = defaultdict(list)
+    for row, s in zip(batch["rows"], segments):
+        replies = [(a, b, mark.hex()) for a, b, mark in s.replies]
+        rows[row["rollout"]].append({"tokens": len(s), "replies": replies})
+    for i, rollout in enumerate(batch["rollouts"]):
+        lines.append(rollout | {"result": vars(rollout["result"]), "rows": rows[i]})
+    path.write_text("".join(json.dumps(line, default=float) + "\n" for line in lines))
+
+
+def read_batch(path: Path) -> tuple[dict, list[Segment]]:
+    """What `write_batch` was given, without ids of rows. Raises BadInput for files that it did not write."""
+    try:
+        first, *rollouts = map(json.loads, path.read_text().splitlines())
+        arrays, segments, rows, at = load_file(path.with_suffix(".safetensors")), [], [], 0
+        for i, rollout in enumerate(rollouts):
+            rollout["result"] = Result(**rollout["result"])
+            for row in rollout.pop("rows"):
+                own = {name: array[at : at + row["tokens"]] for name, array in arrays.items()}
+                replies = [(a, b, bytes.fromhex(mark)) for a, b, mark in row["replies"]]
+                own |= dict(replies=replies, group_id=rollout["group"], rollout_id=rollout["id"])
+                segments.append(Segment(**own, **vars(rollout["result"])))
+                rows.append({"rollout": i})
+                at += row["tokens"]
+        if found := {len(array) for array in arrays.values()} - {at}:
+            raise ValueError(f"its rows have {at} tokens, the safetensors beside it {found}")
+    except Exception as e:  # another's files may hold anything
+        raise BadInput(f"{path}: these are no rows as --save_rollouts writes them: {e!r}") from e
+    return first | {"rollouts": rollouts, "rows": rows}, segments
 
 
 @dataclass

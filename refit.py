@@ -15,9 +15,15 @@ The probe, the first request after a refit, is in train.py, since it needs the t
 
 import contextlib
 import faulthandler
+import fcntl
+import hashlib
+import io
 import json
 import os
+import pickle
+import re
 import shutil
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -27,7 +33,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from agent import InvariantError
+from agent import BadInput, InvariantError, read_batch, write_batch
 from replay import Learner, adapters
 
 START_TIMEOUT = 1800  # seconds for the engines to load
@@ -300,10 +306,240 @@ class Refit:
 
 # ---- checkpoints and export
 
+# What --resume does where a flag is another than when the checkpoint was written. Each flag is in one of these.
+# It is refused, since the checkpoint means something else under it:
+REFUSED = {
+    "model": "the weights and moments in it are of that model and its tokens",
+    "critic_model": "the critic in it is of that model",
+    "optimizer": "the moments in it are that optimizer's",
+    "lora_rank": "the weights in it are adapters of that rank, or with 0 the model's own",
+    "lora_alpha": "the adapters in it have learnt under that scale",
+    # only where one of both is gae, which has a critic, or sft, whose groups are demonstrations
+    "estimator": "it holds a critic only with gae, and demonstrations instead of rollouts with sft",
+}
+# It is refused without --resume_data, since the ledger's positions count in these rows, in this order:
+ORDERED = "data", "prompt_key", "shuffle", "seed", "train_from"
+# It is told. Groups that had finished were played otherwise than they would be now, so they start again:
+PLAYED = (
+    "agent",
+    "agent_cmd",
+    "reward",
+    "label_key",
+    "max_turns",
+    "samples",
+    "temperature",
+    "max_tokens",
+    "max_context",
+    "engine_args",
+    "tool_parser",
+    "reasoning_parser",
+    "constrained",
+    "preserve",
+    "replay_experts",
+    "dtype",
+)
+# It is told:
+TOLD = (
+    # how many and how long
+    "steps",
+    "data_epochs",
+    "prompts",
+    "epochs",
+    "minibatches",
+    "tokens_per_microbatch",
+    "episode_timeout",
+    "max_failed",
+    "dynamic_sampling",
+    "max_filtered",
+    "oversample",
+    "max_lag",
+    "partial",
+    "stale_kv",
+    "linger",
+    # the processes
+    "engines",
+    "engine_tp",
+    "engine_memory",
+    "engine_timeout",
+    "runners",
+    "server_host",
+    "ray_address",
+    "refit_bucket_mb",
+    "refit_timeout",
+    "ep",
+    "offload",
+    "checkpoint_activations",
+    # what is learnt from the rows
+    "max_gap",
+    "gamma",
+    "lam",
+    "whiten",
+    "reward_clip",
+    "reward_weights",
+    "overlong",
+    "bootstrap_truncated",
+    "ref_model",
+    "kl_coef",
+    "kl_type",
+    "kl_loss",
+    "kl_target",
+    "kl_horizon",
+    "loss",
+    "clip_low",
+    "clip_high",
+    "sapo_tau",
+    "dppo_delta",
+    "entropy_coef",
+    "balance_coef",
+    "value_clip",
+    "dual_clip",
+    "is_level",
+    "is_mode",
+    "is_band",
+    "is_denominator",
+    "loss_agg",
+    "loss_length",
+    "old",
+    # the optimizer's steps
+    "lr",
+    "schedule",
+    "warmup",
+    "weight_decay",
+    "betas",
+    "max_grad_norm",
+    "critic_lr",
+    "critic_warmup_steps",
+    # what is written, and evaluated
+    "save_rollouts",
+    "save_every",
+    "save_timeout",
+    "keep",
+    "wandb",
+    "eval_data",
+    "eval_every",
+    "eval_at_start",
+    "eval_samples",
+    "eval_temperature",
+    "eval_solved",
+)
+# It is of no consequence:
+UNTOLD = "out", "resume", "resume_data", "show_every", "eval_only"
+
+MANIFEST = "manifest.json"  # of a checkpoint: each other file's size and digest
+INCIDENTAL = "_name_or_path", "transformers_version", "dtype"  # says nothing of what a model is
+
 
 def checkpoints(out: str) -> list[Path]:
-    """Whole checkpoints in `out`, oldest first; a half-written one has another name."""
-    return sorted(Path(out).glob("checkpoint-*"))
+    """Checkpoints in `out`, oldest first; a half-written one has another name."""
+    found = [p for p in Path(out).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("checkpoint-"))
+
+
+def hold(out: str) -> None:
+    """Be the only run in the folder `out` until this process ends, however it ends. Raises BadInput where another one is.
+
+    The kernel frees the lock with the process. Children do not inherit it, so one that lives longer blocks nobody.
+    """
+    path = Path(out, ".lock")
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # never closed: that would free it
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        holder = path.read_text() or "another process"
+        os.close(file)
+        raise BadInput(
+            f"--out {out} is in use by {holder}: end that run first, or name another folder"
+        ) from None
+    except OSError as e:
+        print(
+            f"--out {out}: its file system has no locks ({e.strerror}), so nothing keeps a second run"
+            " out of it",
+            file=sys.stderr,
+        )
+    os.ftruncate(file, 0)
+    os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+def made_with(cfg, rows: list[dict]) -> dict:
+    """What a checkpoint says of its run: the flags, and digests of what is behind some of them, wherever that lies."""
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import cached_file
+
+    def mark(parts) -> str:
+        h = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            h.update(
+                part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
+            )
+        return h.hexdigest()
+
+    def config(path: str) -> dict:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
+        return {k: found[k] for k in sorted(found) if k not in INCIDENTAL}
+
+    def samples(path: str):
+        """64 KiB at 16 places of each file of weights, since all would take as long as to load them."""
+        for shard in sorted(Path(cached_file(path, "config.json")).parent.glob("*.safetensors")):
+            with shard.open("rb") as file:
+                for place in range(0, size := shard.stat().st_size, size // 16 + 1):
+                    file.seek(place)
+                    yield file.read(1 << 16)
+
+    vocabulary = AutoTokenizer.from_pretrained(cfg.model, trust_remote_code=False).get_vocab()
+    content = {"data": mark(rows), "model": mark([config(cfg.model), sorted(vocabulary.items())])}
+    if cfg.lora_rank and (weights := list(samples(cfg.model))):  # none of a hub's model yet
+        content["weights"] = mark(weights)  # without adapters, those in the checkpoint are all
+    if cfg.critic_model:
+        content["critic_model"] = mark([config(cfg.critic_model)])
+    return {"flags": json.loads(json.dumps(vars(cfg))), "content": content}
+
+
+def compare(cfg, was: dict, now: dict) -> tuple[dict[str, str], bool]:
+    """The flags that are others than those of a checkpoint, name -> "--name old -> new", and whether a group that has finished
+    would be played otherwise now.
+
+    was, now: as `made_with` gives them. Raises BadInput where the checkpoint means something else under one of them.
+    """
+
+    def shown(value) -> str:
+        return " ".join(map(str, value)) if isinstance(value, list) else str(value) or "''"
+
+    def differs(name: str) -> bool:
+        """What the flag means: the content behind it, where both are known, else its value."""
+        marks = [made["content"].get(name) for made in (was, now)]
+        return marks[0] != marks[1] if all(marks) else old.get(name) != new.get(name)
+
+    old, new = was["flags"], now["flags"]
+    changed = {
+        name: f"--{name} {shown(old[name])} -> {shown(new[name])}"
+        for name in new
+        if name not in UNTOLD and name in old and old[name] != new[name]
+    }
+    kept = {name for name in REFUSED if differs(name)}
+    if differs("weights"):
+        kept.add("model")
+    if not {old["estimator"], new["estimator"]} & {"gae", "sft"}:
+        kept.discard("estimator")
+    moved = {name for name in ORDERED if differs(name)}
+    files = [bool(flags["train_from"]) for flags in (old, new)]
+    if cfg.eval_only:
+        moved = set()
+    elif all(files):  # nothing is drawn from --data
+        moved &= {"train_from"}
+    for name in kept | moved:
+        changed.setdefault(name, f"--{name} {shown(new[name])}: not the content that it had")
+    refused = [f"{changed[name]}: {REFUSED[name]}" for name in REFUSED if name in kept]
+    if files[0] != files[1] or not cfg.resume_data:
+        ordered = "the ledger counts in the rows of before, in their order; --resume_data goes on"
+        refused += [f"{changed[name]}: {ordered} in these" for name in ORDERED if name in moved]
+    if refused:
+        told = "\n".join(refused)
+        raise BadInput(f"--resume with other flags: give those of before, or another --out\n{told}")
+    return changed, bool(moved or changed.keys() & {*PLAYED, "estimator"})
 
 
 def training_state(learners: dict) -> dict:
@@ -360,46 +596,185 @@ def save_checkpoint(cfg, learners: dict[str, Learner], where: dict, rollouts=Non
     """
     import torch.distributed.checkpoint as dcp
 
-    pool = ray.get(rollouts.snapshot.remote()) if rollouts and dist.get_rank() == 0 else None
+    rank = dist.get_rank()
+    pool = ray.get(rollouts.snapshot.remote()) if rollouts and rank == 0 else None
     with atomic(cfg, f"checkpoint-{where['step']:06d}") as folder:
         dcp.save(training_state(learners), checkpoint_id=str(folder))
-        if dist.get_rank() == 0:
-            schedules = {name: x.scheduler.state_dict() for name, x in learners.items()}
+        if rank == 0:
+            schedules = {name: x.scheduler.last_epoch for name, x in learners.items()}
             ledger = {name: pool[name] for name in ("position", "ended")} if pool else {}
-            ledger |= (
-                {"finished": list(pool["groups"]), "queue": [g.id for g in pool["queue"]]}
-                if pool
-                else {}
-            )
+            for name in ("groups", "queue") if pool else ():
+                ledger["finished" if name == "groups" else name] = [at for at, *_ in pool[name]]
             (folder / "run.json").write_text(
                 json.dumps(where | {"ledger": ledger, "schedulers": schedules})
             )
-            torch.save(pool, folder / "rollouts.pt")
-    for old in checkpoints(cfg.out)[: -cfg.keep] if dist.get_rank() == 0 else []:
+            if pool:
+                write_batch(folder / "rollouts.jsonl", pool, pool.pop("segments"))
+        # each rank reads what it has written; the manifest comes last
+        own = [p for p in folder.iterdir() if p.name.startswith(f"__{rank}_")]
+        if rank == 0:
+            own += [p for p in folder.iterdir() if not p.name.startswith("__")]
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, {p.name: [p.stat().st_size, digest_of(p)] for p in own})
+        if rank == 0:
+            files = {name: mark for part in everyone for name, mark in part.items()}
+            (folder / MANIFEST).write_text(json.dumps(files))
+    older = [p for p in checkpoints(cfg.out) if step_of(p) <= where["step"]]  # newer: damaged ones
+    for old in older[: -cfg.keep] if rank == 0 else []:
         if old.name != where["best"].get("checkpoint"):
             shutil.rmtree(old)
 
 
-def newest(cfg) -> dict:
-    """Where the run stands: step and version of the newest checkpoint, or zeros."""
-    if not cfg.resume:
-        return {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}}
-    return json.loads((checkpoints(cfg.out)[-1] / "run.json").read_text())
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def load_checkpoint(cfg, learners: dict[str, Learner]) -> None:
-    """Load the newest checkpoint into models, optimizers and schedules, on any number of ranks."""
+def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
+    """What is wrong with a checkpoint, by the name of the file; else "". Of what the files hold, each rank looks at its share."""
+    if (folder / "rollouts.pt").exists():
+        return "rollouts.pt: of an earlier version, which would have to be executed to be read"
+    name = MANIFEST
+    try:
+        files = json.loads((folder / MANIFEST).read_bytes())
+        for i, (name, (size, mark)) in enumerate(sorted(files.items())):
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name}: {found} bytes instead of {size}"
+            if i % world == rank and digest_of(folder / name) != mark:
+                return f"{name}: not the bytes that were written"
+        return "" if "run.json" in files else f"{MANIFEST}: run.json is not in it"
+    except FileNotFoundError:
+        return f"{name}: there is no such file"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
+        return f"{name}: cannot be read ({e})"
+
+
+def newest(cfg, made: dict | None, console) -> dict:
+    """Where the run stands: step, version, … of the newest whole checkpoint, with its `folder`, or zeros without --resume.
+
+    Every rank calls it; made: rank 0's `made_with`. Tells of damaged checkpoints and of flags that have changed; `again`: whether
+    the groups that had finished have to start again. Raises BadInput, on every rank.
+    """
+    fresh = {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}, "made_with": made}
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    box = [checkpoints(cfg.out)[::-1] if cfg.resume else []]
+    dist.broadcast_object_list(box)
+    for folder in box[0]:
+        found = [None] * world
+        dist.all_gather_object(found, damage(folder, rank, world))
+        if told := next(filter(None, found), ""):
+            wrong.append(f"{folder}/{told}")
+            console.print(f"a damaged checkpoint is passed over: {wrong[-1]}", style="red")
+            continue
+        box = [proceed(cfg, folder, made, console) if rank == 0 else None]
+        dist.broadcast_object_list(box)
+        if isinstance(box[0], BadInput):
+            raise box[0]
+        return fresh | box[0]
+    if cfg.resume:
+        told = "\n".join(wrong)
+        raise BadInput(f"--resume: --out {cfg.out} has no whole checkpoint; name another\n{told}")
+    return fresh
+
+
+def proceed(cfg, folder: Path, made: dict, console) -> dict | BadInput:
+    """Where the run of a whole checkpoint stood, if it can go on with these flags; else why not."""
+    where = json.loads((folder / "run.json").read_text()) | {"folder": folder}
+    changed, where["again"] = {}, False
+    try:
+        if was := where.pop("made_with", None):
+            changed, where["again"] = compare(cfg, was, made)
+    except BadInput as e:
+        return e
+    if changed:
+        told = ", ".join(changed.values())
+        console.print(f"changed since the checkpoint: {told}", highlight=False, soft_wrap=True)
+    if "kl_coef" in changed:  # else --kl_target goes on from where it was
+        where["kl_coef"] = cfg.kl_coef
+    console.print(f"going on from {folder.name}, step {where['step']}", soft_wrap=True)
+    return where
+
+
+def pool_of(where: dict) -> dict:
+    """The pool's state in a checkpoint, as `Rollouts.restore` takes it."""
+    state, segments = read_batch(where["folder"] / "rollouts.jsonl")
+    state["segments"] = segments
+    if where["again"]:
+        state["queue"] += [(at, tries) for at, tries, _ in state["groups"]]
+        state |= dict(groups=[], rollouts=[], rows=[], segments=[])
+    return state
+
+
+# what dcp's .metadata may name
+NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, x in vars(torch).items() if isinstance(x, torch.dtype))),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # of newer Pythons
+}
+
+
+class Metadata(pickle.Unpickler):
+    """Reads dcp's .metadata, which is a pickle, without executing what another may have put there."""
+
+    def find_class(self, module: str, name: str):
+        if name not in NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which could be executed")
+        return super().find_class(module, name)
+
+
+def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> None:
+    """Load a checkpoint into models, optimizers and schedules, on any number of ranks. What the optimizer's flags say stays.
+
+    Executes nothing that the files hold. Raises BadInput for what is no weights, or does not fit the model.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    state, options = (
-        training_state(learners),
-        StateDictOptions(strict=False),
-    )  # frozen weights are not in it
-    dcp.load(state, checkpoint_id=str(checkpoints(cfg.out)[-1]))
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            metadata = Metadata(file).load()
+    except Exception as e:  # as of any bytes
+        raise BadInput(f"{folder}/.metadata is refused: {e}") from e
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self) -> dcp.Metadata:
+            return metadata
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, item, value: io.BytesIO) -> None:
+            plain = io.BytesIO()  # dcp itself would execute the value
+            torch.save(torch.load(value, weights_only=True), plain)
+            plain.seek(0)
+            super().load_bytes(item, plain)
+
+    state = training_state(learners)
+    try:
+        dcp.load(state, storage_reader=Reader(folder), planner=Planner())
+    except CheckpointException as e:
+        first = str(next(iter(e.failures.values()))[0])
+        raise BadInput(f"{folder} is refused: {first}") from e
+    schedules = json.loads((folder / "run.json").read_text())["schedulers"]
+    options = StateDictOptions(strict=False)  # frozen weights are not in it
     for name, x in learners.items():
+        flags = [{k: v for k, v in g.items() if k != "params"} for g in x.optimizer.param_groups]
         set_state_dict(x.replay.model, x.optimizer, **state[name], options=options)
-        x.scheduler.load_state_dict(newest(cfg)["schedulers"][name])
+        for group, own in zip(x.optimizer.param_groups, flags):
+            group.update(own)
+        x.scheduler.last_epoch = schedules[name] - 1
+        x.scheduler.step()
 
 
 @torch.no_grad()

@@ -412,6 +412,7 @@ def build_model(cfg, device: str, path: str = ""):
         attn_implementation="sdpa",
         use_liger_kernel=False,
         distributed_setup=setup,
+        trust_remote_code=False,  # AutoModel's default is True for the hub's nvidia/ models
     )
     how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
     if experts_of(AutoConfig.from_pretrained(path or cfg.model)):

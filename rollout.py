@@ -20,7 +20,7 @@ import traceback
 import uuid
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -30,7 +30,6 @@ from unittest import mock
 import numpy as np
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from safetensors.numpy import load_file, save_file
 
 from agent import (
     BadInput,
@@ -43,6 +42,8 @@ from agent import (
     bound,
     digest,
     load_agent,
+    read_batch,
+    write_batch,
 )
 from estimator import keeps
 from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
@@ -325,6 +326,9 @@ class Rollout:
     rows: list[dict] = field(
         default_factory=list
     )  # in the pool, in the segments' place: what the trainer's plan needs
+
+
+KNOWN = "result", "seconds", "replies", "other_ids", "counts"  # of a Rollout, in a batch
 
 
 async def play(
@@ -653,7 +657,8 @@ class Rollouts:
         self.ended = {"filtered": [], "lost": []}
         self.store = {}  # row id -> row: a dead Runner loses nothing
         self.changed = asyncio.Event()
-        vars(self).update(state or {})  # its keys are the names of these fields
+        if state:
+            self.restore(state)
         self.chat = None  # of demonstrations, which no engine samples
         if cfg.estimator == "sft":
             from transformers import AutoTokenizer
@@ -847,24 +852,30 @@ class Rollouts:
             return None
         self.handed = [self.groups.pop(g.id) for g in groups]
         self.drop_stale(self.version + 1)
-        rollouts = [o for g in sorted(groups, key=lambda g: g.id) for o in g.rollouts]
-        known = "result", "seconds", "replies", "other_ids"
-        batch = {
-            "rollouts": [
-                {"group": o.group_id, "id": o.rollout_id} | {k: vars(o)[k] for k in known}
-                for o in rollouts
-            ],
-            "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
+        batch = self.entries(sorted(groups, key=lambda g: g.id))
+        rollouts = batch["rollouts"]
+        batch |= {
             "counts": {"rollouts/finished": len(rollouts)} | self.counts,
             "first_error": self.first_error,
             "version": self.version,
         }
-        batch["counts"] |= sum((Counter(o.counts) for o in rollouts), Counter())
+        batch["counts"] |= sum((Counter(o["counts"]) for o in rollouts), Counter())
         self.new_batch()
         self.batch, self.batches = batch, self.batches + 1
         if self.cfg.save_rollouts:
             self.save(f"{self.batches:08d}")
         return batch
+
+    def entries(self, groups: list[Group]) -> dict:
+        """Groups as `rollouts` and `rows` of a batch."""
+        rollouts = [o for g in groups for o in g.rollouts]
+        return {
+            "rollouts": [
+                {"group": o.group_id, "id": o.rollout_id} | {k: vars(o)[k] for k in KNOWN}
+                for o in rollouts
+            ],
+            "rows": [row | {"rollout": i} for i, o in enumerate(rollouts) for row in o.rows],
+        }
 
     def read_next(self) -> dict | None:
         """The next batch of --train_from."""
@@ -896,66 +907,39 @@ class Rollouts:
             self.fill()
 
     def snapshot(self) -> dict:
-        """The ledger and the finished groups with their rows, for a checkpoint. What is running starts again after it."""
-        again = [Group(g.id, g.tries) for g in self.groups.values() if not g.rollouts]
+        """The ledger and the finished groups as a batch with their `segments`, for a checkpoint: a group is its id, tries and
+        version. What is running starts again after it."""
+        again = [g for g in self.groups.values() if not g.rollouts] + self.queue
         # a run may end between a batch and its training
-        finished = {
-            g.id: replace(g, task=None) for g in [*self.handed, *self.groups.values()] if g.rollouts
-        }
-        where = {
-            name: getattr(self, name) for name in ("version", "position", "batches", "next_row")
-        }
-        where["batches"] -= bool(self.handed)
-        return where | {
-            "queue": again + self.queue,
-            "groups": finished,
-            "store": self.store,
+        finished = [g for g in [*self.handed, *self.groups.values()] if g.rollouts]
+        found = self.entries(finished)
+        return found | {
+            "version": self.version,
+            "position": self.position,
+            "batches": self.batches - bool(self.handed),
             "ended": self.ended,
+            "queue": [(g.id, g.tries) for g in again],
+            "groups": [(g.id, g.tries, g.version) for g in finished],
+            "segments": self.fetch([row["id"] for row in found["rows"]]),
         }
 
-
-PARTS = (
-    "tokens",
-    "mask",
-    "logprobs",
-    "versions",
-    "experts",
-    "experts_ok",
-)  # of a Segment, one entry per token
-
-
-def write_batch(path: Path, batch: dict, segments: list[Segment]) -> None:
-    """A batch as two files: <name>.jsonl, its counts in the first line and a rollout in each other one, and
-    <name>.safetensors, the fields of all rows' tokens one after the other."""
-    path.parent.mkdir(exist_ok=True)
-    present = [name for name in PARTS if segments and getattr(segments[0], name) is not None]
-    arrays = {name: np.concatenate([getattr(s, name) for s in segments]) for name in present}
-    save_file(arrays, path.with_suffix(".safetensors"))
-    lines = [{k: batch[k] for k in ("version", "counts", "first_error")}]
-    for i, rollout in enumerate(batch["rollouts"]):
-        own = [s for row, s in zip(batch["rows"], segments) if row["rollout"] == i]
-        rows = [
-            {"tokens": len(s), "replies": [(a, b, mark.hex()) for a, b, mark in s.replies]}
-            for s in own
-        ]
-        lines.append(rollout | {"result": vars(rollout["result"]), "rows": rows})
-    path.write_text("".join(json.dumps(line, default=float) + "\n" for line in lines))
-
-
-def read_batch(path: Path) -> tuple[dict, list[Segment]]:
-    """What `write_batch` was given, without ids of rows."""
-    first, *rollouts = map(json.loads, path.read_text().splitlines())
-    arrays, segments, rows, at = load_file(path.with_suffix(".safetensors")), [], [], 0
-    for i, rollout in enumerate(rollouts):
-        rollout["result"] = Result(**rollout["result"])
-        for row in rollout.pop("rows"):
-            own = {name: array[at : at + row["tokens"]] for name, array in arrays.items()}
-            replies = [(a, b, bytes.fromhex(mark)) for a, b, mark in row["replies"]]
-            own |= dict(replies=replies, group_id=rollout["group"], rollout_id=rollout["id"])
-            segments.append(Segment(**own, **vars(rollout["result"])))
-            rows.append({"rollout": i})
-            at += row["tokens"]
-    return first | {"rollouts": rollouts, "rows": rows}, segments
+    def restore(self, state: dict) -> None:
+        """Go on from a `snapshot`."""
+        self.version, self.position, self.batches = (
+            state["version"],
+            state["position"],
+            state["batches"],
+        )
+        self.ended = state["ended"]
+        self.queue = [Group(at, tries) for at, tries in state["queue"]]
+        self.groups = {at: Group(at, tries, version) for at, tries, version in state["groups"]}
+        rollouts = []
+        for entry in state["rollouts"]:
+            how = {name: entry[name] for name in KNOWN}
+            rollouts.append(Rollout(entry["group"], entry["id"], **how))
+            self.groups[entry["group"]].rollouts.append(rollouts[-1])
+        for row, segment in zip(state["rows"], state["segments"]):
+            rollouts[row["rollout"]].rows.append(self.keep(segment))
 
 
 def load_rows(data: str, prompt_key: str, flag: str = "--data") -> list[dict]:

@@ -64,8 +64,11 @@ from refit import (
     checkpoints,
     compute_device,
     export,
+    hold,
     load_checkpoint,
+    made_with,
     newest,
+    pool_of,
     save_checkpoint,
 )
 from replay import (
@@ -278,7 +281,10 @@ class Config:
     save_timeout: float = 1800.0
     save_every: int = 0  # steps between checkpoints; 0: at the end only
     keep: int = 2  # checkpoints kept
-    resume: bool = False  # go on from the newest checkpoint in --out
+    resume: bool = False  # go on from the newest whole checkpoint in --out
+    # of --resume: go on though --data, its order or the files of --train_from are others than they
+    # were, at the same place in these
+    resume_data: bool = False
     show_every: int = 10  # steps between printed sample rollouts; 0: never
     wandb: str = ""  # Weights & Biases project; offline unless a key is set
 
@@ -457,6 +463,11 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
         (cfg.lora_alpha and not cfg.lora_rank, "lora_alpha lora_rank", "set --lora_rank as well"),
         (cfg.resume and not cfg.out, "resume", "needs --out, the folder of the run to go on with"),
         (
+            cfg.resume_data and not cfg.resume,
+            "resume_data",
+            "is of a run that goes on: add --resume",
+        ),
+        (
             not isinstance(engine_args, dict),
             "engine_args",
             "is not a JSON object, as in '{\"block_size\": 32}'",
@@ -554,7 +565,7 @@ def check_inputs(cfg: Config) -> list[dict]:
         ):  # else it may be a hub name
             raise ValueError(f"--{flag} {path}: there is no such folder")
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError) as e:
             raise ValueError(
                 f"--{flag} {path}: no model there ({str(e).splitlines()[0]})"
@@ -567,6 +578,7 @@ def check_inputs(cfg: Config) -> list[dict]:
     try:
         os.makedirs(cfg.out, exist_ok=True)
         tempfile.TemporaryFile(dir=cfg.out).close()
+        hold(cfg.out)
     except OSError as e:
         raise ValueError(f"--out {cfg.out} cannot be written ({e.strerror})") from None
     if cfg.train_from and not list(Path(cfg.train_from).glob("*.jsonl")):
@@ -646,19 +658,32 @@ SHOWN = {  # in the console's line of a step, those that the run has
 }
 
 
+def metrics_until(path: Path, step: int) -> tuple[list[bytes], list[int]]:
+    """(lines of a metrics.jsonl up to a step, since later ones will be run again; numbers of lines that are none, from 1)."""
+    kept, broken = [], []
+    for i, line in enumerate(path.read_bytes().splitlines()):
+        try:
+            if json.loads(line.decode())["step"] <= step:
+                kept.append(line)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            broken.append(i + 1)
+    return kept, broken
+
+
 class Log:
     """metrics.jsonl, a console line per step under a progress bar, and Weights & Biases when asked for. Rank 0 only."""
 
     def __init__(self, cfg: Config, console: Console, step: int):
         self.console, self.shown_error, self.wandb = console, False, None
         path = Path(cfg.out) / "metrics.jsonl"
-        lines = (
-            path.read_text().split("\n")[:-1] if path.exists() else []
-        )  # a full disk may have cut the last one
-        kept = [
-            line for line in lines if json.loads(line)["step"] <= step
-        ]  # later ones will be run again
-        path.write_text("".join(line + "\n" for line in kept))
+        kept, broken = metrics_until(path, step) if path.exists() else ([], [])
+        if broken:  # as a full disk or a kill leaves the last one
+            lines = ", ".join(map(str, broken[:10])) + ", …" * (len(broken) > 10)
+            told = f"{path}: not a step's metrics and left out, line {lines}"
+            console.print(told, style="red", soft_wrap=True)
+        whole = path.with_suffix(".new")  # a kill leaves the old file or the new one
+        whole.write_bytes(b"".join(line + b"\n" for line in kept))
+        whole.replace(path)
         self.file = path.open("a", buffering=1)
         (Path(cfg.out) / "config.json").write_text(json.dumps(vars(cfg), indent=1))
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -1134,6 +1159,7 @@ class Run:
     rollouts: Any  # the pool
     engines: list
     scratch: str  # folder of Ray's logs and all temporary files
+    where: dict  # the step, version, … that it begins at, as `newest` gives it
     refit: Refit | None = None  # nothing to refit without engines
     probe: list[int] = field(default_factory=list)  # ids of its text
     seen: Meter = field(default_factory=Meter)  # what the last probe showed, for the next batch
@@ -1145,31 +1171,31 @@ def from_rank_0(control, value=None):
     return box[0]
 
 
-def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
-    """Engines, process groups and models, all loaded when it returns. rows: rank 0's data; where: as `newest` gives it."""
+def start(cfg: Config, rows: list[dict] | None) -> Run:
+    """Process groups, engines and models, all loaded when it returns. rows: rank 0's data."""
     rank, clock = int(os.environ["RANK"]), Clock()
     engines, rollouts, address, scratch = [], None, None, ""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    # no markup: a traceback, or the name of a data source, may look like some
+    console = Console(quiet=rank > 0, markup=False)
+    cfg = from_rank_0(control, cfg)  # the default --out has the time in it
+    where = newest(cfg, made_with(cfg, rows) if rank == 0 else None, console)
     if rank == 0:  # the engines load while this process imports and builds its model
         scratch = tempfile.tempdir = tempfile.mkdtemp(
             prefix="instar-", dir="/tmp"
         )  # a short name, for Ray's sockets
-        pool = (
-            torch.load(checkpoints(cfg.out)[-1] / "rollouts.pt", weights_only=False)
-            if cfg.resume
-            else None
-        )
+        pool = pool_of(where) if cfg.resume else None
         engines, rollouts, address = launch(
             cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch
         )
 
     from transformers import AutoTokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    address, cfg = from_rank_0(control, (address, cfg))  # the default --out has the time in it
+    address = from_rank_0(control, address)
     if rank:
         ray.init(**address)
         rollouts = ray.get_actor("rollouts")
@@ -1178,15 +1204,10 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
         learners["critic"] = build_critic(cfg, device)
     reference = build_reference(cfg, device) if cfg.ref_model else None
     if cfg.resume:
-        load_checkpoint(cfg, learners)
-    # no markup: a traceback, or the name of a data source, may look like some
-    chat, console = (
-        Chat(AutoTokenizer.from_pretrained(cfg.model)),
-        Console(quiet=rank > 0, markup=False),
-    )
-    r = Run(
-        cfg, device, control, clock, console, learners, reference, chat, rollouts, engines, scratch
-    )
+        load_checkpoint(where["folder"], learners)
+    chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
+    own = learners, reference, chat, rollouts, engines, scratch, where
+    r = Run(cfg, device, control, clock, console, *own)
     clock.mark("time/start_trainer")
     if cfg.estimator != "sft" and not cfg.train_from:
         host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
@@ -1433,11 +1454,11 @@ def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: lis
 
 def run(cfg: Config, rows: list[dict] | None) -> None:
     """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
-    where = newest(cfg)
+    r = start(cfg, rows)
+    cfg, where, rank, policy = r.cfg, r.where, dist.get_rank(), r.learners["policy"]
+    version = where["version"]
     if cfg.kl_target:
         cfg.kl_coef = where["kl_coef"]
-    r = start(cfg, rows, where)
-    cfg, version, rank, policy = r.cfg, where["version"], dist.get_rank(), r.learners["policy"]
     saved, batch = where["step"] if cfg.resume else -1, None
     prove(r, version)
     listen(r)
@@ -1491,6 +1512,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         ):  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tell(r, log, metrics, batch, segments)
         where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
+        where["made_with"] = r.where["made_with"]
         if (
             evaluated
             and best.get("version") == version
@@ -1556,10 +1578,9 @@ def main(argv: list[str] | None = None) -> int:
     except tuple(ENDS) as e:
         code, told = next(end for kind, end in ENDS.items() if isinstance(e, kind))
         logs = f"{'/tmp/ray' if cfg.ray_address else tempfile.gettempdir()}/session_latest/logs"
-        print(
-            "instar: " + told.format(e=e, cause=getattr(e, "cause", e), logs=logs, out=cfg.out),
-            file=sys.stderr,
-        )
+        said = told.format(e=e, cause=getattr(e, "cause", e), logs=logs, out=cfg.out)
+        if rank == 0 or code != 2:  # bad input that every rank finds is told once
+            print("instar: " + said, file=sys.stderr)
         return code
     finally:
         ray.shutdown()

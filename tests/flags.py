@@ -272,6 +272,7 @@ HAND = {
         "step, version",
         "a_killed_run_goes_on",
     ),
+    "resume_data": ("`refit.compare`: whether other rows are refused", "-", "other_rows"),
     "show_every": ("a rollout on the console", "-", "-"),
     "wandb": ("a run of Weights & Biases", "-"),
 }

@@ -16,6 +16,7 @@ from test_adapters import moved
 from test_replay import segment
 from torch.distributed.fsdp import FSDPModule
 
+import refit
 import train
 from agent import Result
 from refit import hf_tensors
@@ -58,7 +59,7 @@ def exchanged(model: str, out: str) -> None:
         train.save_checkpoint(cfg, {"policy": one}, {"step": 1})
         cfg.offload = loaded
         other = train.build_policy(cfg, "cpu")
-        train.load_checkpoint(cfg, {"policy": other})
+        train.load_checkpoint(refit.checkpoints(folder)[-1], {"policy": other})
         found[saved] = [{n: full(p) for n, p in moved(x, seed=1).items()} for x in (one, other)]
     if dist.get_rank() == 0:
         torch.save(found, f"{out}/exchanged-{dist.get_world_size()}.pt")

@@ -28,6 +28,7 @@ import ray  # noqa: F401
 from nemo_automodel import NeMoAutoModelForCausalLM  # noqa: F401
 from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
+import refit
 import train
 
 
@@ -84,8 +85,8 @@ def main(rounds: int, folder: Path, flags: list[str]) -> None:
     killed, halves, steps = folder / "killed", 0, set()
     end(begin([*flags, "--out", str(folder / "whole")], folder / "whole.log"))
     for i in range(rounds):
-        resume = ["--resume"] if train.checkpoints(str(killed)) else []
-        before = train.newest(train.Config(out=str(killed), resume=bool(resume)))["step"]
+        resume = ["--resume"] if refit.checkpoints(str(killed)) else []
+        before = max(map(refit.step_of, refit.checkpoints(str(killed))), default=0)
         steps.add(before)
         begun = time.time()
         pid = begin(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from test_replay import segment
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import refit
 import train
 from refit import hf_tensors
 from replay import build_optimizer, build_policy, pack
@@ -85,11 +86,11 @@ def test_a_resumed_run_steps_as_the_one_that_went_on(tiny, process_group, tmp_pa
     policy = build_policy(cfg, "cpu")
     moved(policy)
     train.save_checkpoint(cfg, {"policy": policy}, {"step": 1})
-    names = FileSystemReader(train.checkpoints(cfg.out)[-1]).read_metadata().state_dict_metadata
+    names = FileSystemReader(refit.checkpoints(cfg.out)[-1]).read_metadata().state_dict_metadata
     saved = [n for n in names if n.startswith("policy.model_state_dict.")]
     assert saved and all("lora_" in n for n in saved) == bool(cfg.lora_rank)
     resumed = build_policy(cfg, "cpu")
-    train.load_checkpoint(cfg, {"policy": resumed})
+    train.load_checkpoint(refit.checkpoints(cfg.out)[-1], {"policy": resumed})
     want, got = moved(policy, seed=1), moved(resumed, seed=1)
     assert want.keys() == got.keys() and all(torch.equal(want[n], got[n]) for n in want)
     assert policy.scheduler.get_last_lr() == resumed.scheduler.get_last_lr()

@@ -1,7 +1,6 @@
 """Runs that overlap: stale and interrupted rollouts of a mixture of experts, every stamp rescored, batches trained again from files."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from test_run import finish, metrics, start
 from tiny import upcycle
 
 import train
+from agent import read_batch
 from replay import pack
-from rollout import read_batch
 
 pytestmark = pytest.mark.e2e
 STEPS, LAG = 6, 2
@@ -92,7 +91,7 @@ def test_on_version_tokens_agree_at_every_step_of_an_interrupted_run_with_replay
 
 
 def test_every_token_is_stamped_with_the_version_whose_weights_give_its_log_prob(
-    asynchronous, process_group, monkeypatch
+    asynchronous, process_group
 ):
     """Each version's tokens under that version's checkpoint: a refit amid a reply is seen to the token."""
     segments = [
@@ -105,10 +104,8 @@ def test_every_token_is_stamped_with_the_version_whose_weights_give_its_log_prob
     checked, wrong = 0, []
     for version in range(STEPS):
         if version:
-            monkeypatch.setattr(
-                train, "checkpoints", lambda out, v=version: [Path(out, f"checkpoint-{v:06d}")]
-            )
-            train.load_checkpoint(cfg, {"policy": policy})
+            saved = asynchronous / f"checkpoint-{version:06d}"
+            train.load_checkpoint(saved, {"policy": policy})
         for s in segments:
             own = s.mask & (s.versions == version)
             if own.any():

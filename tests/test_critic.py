@@ -1,9 +1,12 @@
 """The critic of gae in the trainer's process: its values, its checkpoint, and what it shares with the policy (nothing)."""
 
+import json
+
 import pytest
 import torch
 from test_replay import segment
 
+import refit
 import train
 from replay import pack
 
@@ -64,8 +67,10 @@ def test_a_critic_is_saved_and_resumed_with_its_optimizer_and_schedule(learners,
     train.save_checkpoint(cfg, made, where)
     cfg, again = learners(out=str(tmp_path), resume=True)
     weights = {n: p.detach().clone() for n, p in again["critic"].replay.model.named_parameters()}
-    train.load_checkpoint(cfg, again)
-    assert train.newest(cfg) | where == train.newest(cfg)
+    saved = refit.checkpoints(cfg.out)[-1]
+    train.load_checkpoint(saved, again)
+    found = json.loads((saved / "run.json").read_text())
+    assert found | where == found
     moved = 0
     for name, p in made["critic"].replay.model.named_parameters():
         loaded = dict(again["critic"].replay.model.named_parameters())[name]

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 from test_run import QUICK, finish, metrics, start
 
-from rollout import read_batch
+from agent import read_batch
 
 pytestmark = pytest.mark.e2e
 FLAGS = [

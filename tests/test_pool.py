@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import Result, Segment
-from rollout import PARTS, Rollout, Rollouts, read_batch, write_batch
+from agent import PARTS, Result, Segment, read_batch, write_batch
+from rollout import Rollout, Rollouts
 from train import Config
 
 
@@ -210,10 +210,13 @@ def seen(kind, word, **how):
             play(seed, kind, **how)
 
 
+NOTHING = {"groups": [], "rollouts": [], "rows": [], "segments": []}  # had finished
+
+
 def test_planted_position_saved_at_dispatch_loses_what_was_running():
     class Wrong(Rollouts):
         def snapshot(self):
-            return super().snapshot() | {"queue": [], "groups": {}, "store": {}}
+            return super().snapshot() | NOTHING | {"queue": []}
 
     seen(Wrong, "a prompt is lost", kills=0.3, max_lag=2)
 
@@ -221,7 +224,7 @@ def test_planted_position_saved_at_dispatch_loses_what_was_running():
 def test_planted_a_buffer_that_is_not_saved_is_trained_never():
     class Wrong(Rollouts):
         def snapshot(self):
-            return super().snapshot() | {"groups": {}}
+            return super().snapshot() | NOTHING
 
     seen(Wrong, "a prompt is lost", kills=0.3, max_lag=2)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults import descendants
 
-from rollout import read_batch
+from agent import read_batch
 
 pytestmark = pytest.mark.e2e
 QUICK = ["--prompts", "4", "--samples", "4", "--show_every", "0"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from rich.console import Console
 from test_replay import segment
 
 import replay
@@ -329,8 +330,6 @@ def test_minibatches_hold_whole_groups_and_every_row_once():
 
 
 def test_resuming_cuts_the_metrics_at_the_checkpoint(tmp_path):
-    from rich.console import Console
-
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3)) + '{"st'
     )
@@ -566,9 +565,10 @@ def test_as_many_checkpoints_as_asked_are_kept_and_the_newest_is_loaded(tmp_path
         "checkpoint-000002",
         "checkpoint-000003",
     ]
-    train.load_checkpoint(cfg, loaded := learner(0.0))
-    assert loaded["policy"].replay.model.weight.item() == 3.0
-    assert train.newest(cfg)["step"] == 3 and train.newest(Config(out=cfg.out))["step"] == 0
+    found = train.newest(cfg, None, Console(quiet=True))
+    train.load_checkpoint(found["folder"], loaded := learner(0.0))
+    assert loaded["policy"].replay.model.weight.item() == 3.0 and found["step"] == 3
+    assert train.newest(Config(out=cfg.out), None, None)["step"] == 0
 
 
 def test_a_fault_of_the_user_s_found_by_an_actor_is_told_in_one_line_with_exit_code_2(
