@@ -6,7 +6,8 @@ what each worker handed to its loader with what was sent, and only then moves th
 What was loaded wrongly raises `InvariantError` and leaves the engines paused; where one has died or hangs all are started again, and the
 caller repeats the refit. Either way no token is sampled from half-updated weights.
 
-Weights also leave the trainer for a checkpoint, with all else that a resumed run needs, and as a Hugging Face folder.
+Weights also leave the trainer for a checkpoint, with all else that a resumed run needs, and as a Hugging Face folder. A
+checkpoint says its flags and the digest of each of its files, and reading it executes nothing.
 
 The probe, the first request after a refit, is in train.py, since it needs the trainer's forward. Nothing here knows of rollouts.
 
@@ -633,7 +634,10 @@ def digest_of(path: Path) -> str:
 def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
     """What is wrong with a checkpoint, by the name of the file; else "". Of what the files hold, each rank looks at its share."""
     if (folder / "rollouts.pt").exists():
-        return "rollouts.pt: of an earlier version, which would have to be executed to be read"
+        return (
+            "rollouts.pt: a pickle of an earlier version, which reading would execute; go on with that"
+            " version, or begin a new run with its <out>/model as --model"
+        )
     name = MANIFEST
     try:
         files = json.loads((folder / MANIFEST).read_bytes())
@@ -652,7 +656,7 @@ def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
 def newest(cfg, made: dict | None, console) -> dict:
     """Where the run stands: step, version, … of the newest whole checkpoint, with its `folder`, or zeros without --resume.
 
-    Every rank calls it; made: rank 0's `made_with`. Tells of damaged checkpoints and of flags that have changed; `again`: whether
+    Every rank calls it; made: of --resume, rank 0's `made_with`. Tells of damaged checkpoints and of flags that have changed; `again`: whether
     the groups that had finished have to start again. Raises BadInput, on every rank.
     """
     fresh = {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}, "made_with": made}

@@ -1183,7 +1183,7 @@ def start(cfg: Config, rows: list[dict] | None) -> Run:
     # no markup: a traceback, or the name of a data source, may look like some
     console = Console(quiet=rank > 0, markup=False)
     cfg = from_rank_0(control, cfg)  # the default --out has the time in it
-    where = newest(cfg, made_with(cfg, rows) if rank == 0 else None, console)
+    where = newest(cfg, made_with(cfg, rows) if rank == 0 and cfg.resume else None, console)
     if rank == 0:  # the engines load while this process imports and builds its model
         scratch = tempfile.tempdir = tempfile.mkdtemp(
             prefix="instar-", dir="/tmp"
@@ -1192,6 +1192,7 @@ def start(cfg: Config, rows: list[dict] | None) -> Run:
         engines, rollouts, address = launch(
             cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch
         )
+        where["made_with"] = where["made_with"] or made_with(cfg, rows)
 
     from transformers import AutoTokenizer
 
