@@ -38,6 +38,7 @@ from agent import BadInput, InvariantError, read_batch, write_batch
 from replay import Learner, adapters
 
 START_TIMEOUT = 1800  # seconds for the engines to load
+LOCK_TIMEOUT = 5  # seconds for a killed run to be gone: it frees its memory first
 ALIGN, PAGE = (
     16,
     4096,
@@ -445,22 +446,24 @@ def hold(out: str) -> None:
 
     The kernel frees the lock with the process. Children do not inherit it, so one that lives longer blocks nobody.
     """
-    path = Path(out, ".lock")
+    path, deadline = Path(out, ".lock"), time.monotonic() + LOCK_TIMEOUT
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # never closed: that would free it
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        holder = path.read_text() or "another process"
-        os.close(file)
-        raise BadInput(
-            f"--out {out} is in use by {holder}: end that run first, or name another folder"
-        ) from None
-    except OSError as e:
-        print(
-            f"--out {out}: its file system has no locks ({e.strerror}), so nothing keeps a second run"
-            " out of it",
-            file=sys.stderr,
-        )
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            holder = path.read_text(errors="replace") or "another process"
+            os.close(file)
+            told = f"--out {out} is in use by {holder}: end that run first, or name another folder"
+            raise BadInput(told) from None
+        except OSError as e:
+            told = f"its file system has no locks ({e.strerror}), so nothing keeps a second run out"
+            print(f"--out {out}: {told}", file=sys.stderr)
+            break
     os.ftruncate(file, 0)
     os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
@@ -512,7 +515,9 @@ def compare(cfg, was: dict, now: dict) -> tuple[dict[str, str], bool]:
     def differs(name: str) -> bool:
         """What the flag means: the content behind it, where both are known, else its value."""
         marks = [made["content"].get(name) for made in (was, now)]
-        return marks[0] != marks[1] if all(marks) else old.get(name) != new.get(name)
+        if all(marks):
+            return marks[0] != marks[1]
+        return name in old and old[name] != new[name]
 
     old, new = was["flags"], now["flags"]
     changed = {
@@ -534,7 +539,9 @@ def compare(cfg, was: dict, now: dict) -> tuple[dict[str, str], bool]:
     for name in kept | moved:
         changed.setdefault(name, f"--{name} {shown(new[name])}: not the content that it had")
     refused = [f"{changed[name]}: {REFUSED[name]}" for name in REFUSED if name in kept]
-    if files[0] != files[1] or not cfg.resume_data:
+    if "train_from" in moved and not all(files):
+        refused.append(f"{changed['train_from']}: the ledger counts files with it, else rows")
+    elif not cfg.resume_data:
         ordered = "the ledger counts in the rows of before, in their order; --resume_data goes on"
         refused += [f"{changed[name]}: {ordered} in these" for name in ORDERED if name in moved]
     if refused:
