@@ -495,8 +495,8 @@ def made_with(cfg, rows: list[dict]) -> dict:
 
     vocabulary = AutoTokenizer.from_pretrained(cfg.model, trust_remote_code=False).get_vocab()
     content = {"data": mark(rows), "model": mark([config(cfg.model), sorted(vocabulary.items())])}
-    if cfg.lora_rank and (weights := list(samples(cfg.model))):  # none of a hub's model yet
-        content["weights"] = mark(weights)  # without adapters, those in the checkpoint are all
+    if weights := list(samples(cfg.model)):  # a hub's may not be here yet
+        content["weights"] = mark(weights)
     if cfg.critic_model:
         content["critic_model"] = mark([config(cfg.critic_model)])
     return {"flags": json.loads(json.dumps(vars(cfg))), "content": content}
@@ -526,7 +526,8 @@ def compare(cfg, was: dict, now: dict) -> tuple[dict[str, str], bool]:
         if name not in UNTOLD and name in old and old[name] != new[name]
     }
     kept = {name for name in REFUSED if differs(name)}
-    if differs("weights"):
+    weights = {made["content"].get("weights") for made in (was, now)}
+    if None in weights and "model" in changed or None not in weights and len(weights) > 1:
         kept.add("model")
     if not {old["estimator"], new["estimator"]} & {"gae", "sft"}:
         kept.discard("estimator")
@@ -666,7 +667,7 @@ def newest(cfg, made: dict | None, console) -> dict:
     Every rank calls it; made: of --resume, rank 0's `made_with`. Tells of damaged checkpoints and of flags that have changed; `again`: whether
     the groups that had finished have to start again. Raises BadInput, on every rank.
     """
-    fresh = {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}, "made_with": made}
+    fresh = {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}}
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     box = [checkpoints(cfg.out)[::-1] if cfg.resume else []]
     dist.broadcast_object_list(box)

@@ -1192,7 +1192,6 @@ def start(cfg: Config, rows: list[dict] | None) -> Run:
         engines, rollouts, address = launch(
             cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch
         )
-        where["made_with"] = where["made_with"] or made_with(cfg, rows)
 
     from transformers import AutoTokenizer
 
@@ -1204,6 +1203,8 @@ def start(cfg: Config, rows: list[dict] | None) -> Run:
     if cfg.estimator == "gae":
         learners["critic"] = build_critic(cfg, device)
     reference = build_reference(cfg, device) if cfg.ref_model else None
+    if rank == 0:  # a hub's weights are here by now
+        where["made_with"] = made_with(cfg, rows)
     if cfg.resume:
         load_checkpoint(where["folder"], learners)
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
@@ -1513,7 +1514,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         ):  # before the checkpoint: a resumed run cuts the metrics at its checkpoint, and never lacks a line
             tell(r, log, metrics, batch, segments)
         where = {"step": step + 1, "version": version, "kl_coef": cfg.kl_coef, "best": best}
-        where["made_with"] = r.where["made_with"]
+        where["made_with"] = r.where.get("made_with")  # rank 0's
         if (
             evaluated
             and best.get("version") == version

@@ -34,9 +34,10 @@ HERE = Path(__file__).parent
 FLAGS = {field.name: field for field in dataclasses.fields(Config)}
 
 
-def made(cfg: Config, **content) -> dict:
+def made(cfg: Config, weights="w", **content) -> dict:
     """As `refit.made_with` gives it, without looking at files."""
-    return {"flags": json.loads(json.dumps(vars(cfg))), "content": content}
+    flags = json.loads(json.dumps(vars(cfg)))
+    return {"flags": flags, "content": content | {"weights": weights}}
 
 
 def learners(cfg: Config, weight: float = 0.0) -> dict:
@@ -197,11 +198,6 @@ def test_changed_flags_are_told_in_one_line_with_the_step_that_it_goes_on_from(o
     assert told == "going on from checkpoint-000004, step 4\n" and not found["again"]
 
 
-def test_a_run_that_goes_on_saves_its_own_flags(out):
-    found, _ = resume(out, lr=5e-4)
-    assert found["made_with"]["flags"]["lr"] == 5e-4
-
-
 @pytest.mark.parametrize("given,used", [(0.0, 0.5), (0.25, 0.25)])
 def test_an_adapted_kl_coefficient_goes_on_unless_another_one_is_given(out, given, used):
     assert resume(out, kl_coef=given, ref_model="x" if given else "")[0]["kl_coef"] == used
@@ -238,9 +234,7 @@ def test_the_optimizer_s_flags_are_those_of_now_and_its_moments_those_of_the_che
 def files(tmp_path, tiny):
     """A Config with a model and a critic in folders of their own."""
     model = shutil.copytree(f"{tiny}/dense", tmp_path / "model")
-    return Config(
-        model=str(model), data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "run"), lora_rank=4
-    )
+    return Config(model=str(model), data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "run"))
 
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}é\ud800"}], "label": i} for i in range(5)]
@@ -294,11 +288,13 @@ def test_another_model_in_the_same_folder_is_refused(files, file, act):
         refit.compare(files, was, now)
 
 
-def test_weights_of_a_model_that_trains_them_all_are_those_of_the_checkpoint(files):
-    files = dataclasses.replace(files, lora_rank=0, lora_alpha=0)
+def test_where_a_model_s_weights_are_not_here_yet_its_name_decides(files):
     was = refit.made_with(files, ROWS)
     Path(files.model, "model.safetensors").unlink()
     assert refit.compare(files, was, refit.made_with(files, ROWS)) == ({}, False)
+    other = dataclasses.replace(files, model=shutil.copytree(files.model, files.model + "-moved"))
+    with pytest.raises(BadInput, match="--model .*model -> .*model-moved: "):
+        refit.compare(other, was, refit.made_with(other, ROWS))
 
 
 @pytest.mark.parametrize(
