@@ -5,10 +5,11 @@ the environment answers, as in Gymnasium. A `ChatAgent` is any program that spea
 --agent_cmd it is a whole command line. The `Agent` at the end of this file is the default, a calculator game to copy and edit.
 
 A run of an agent on one prompt is a rollout. A `Trace` grows from the engine's replies, whose ids are kept as they were sampled,
-and ends as a `Segment`, one training row. `write_batch` and `read_batch` are the one format of rows in files.
+and ends as a `Segment`, one training row. `write_batch` and `read_batch` are the one format of rows
+in files.
 
-This module knows nothing of models, engines or servers. It imports numpy and safetensors only, so that an agent can be tried by
-hand:
+This module knows nothing of models, engines or servers. It imports numpy and safetensors only, so
+that an agent can be tried by hand:
 
     python agent.py "What is 17+25-8?"        # play the default game yourself
 """
@@ -245,8 +246,9 @@ PARTS = (
 
 
 def write_batch(path: Path, batch: dict, segments: list[Segment]) -> None:
-    """A batch as two files that hold no code: <name>.jsonl, a rollout in each line but the first one, which has all else, and
-    <name>.safetensors, the fields of all rows' tokens one after the other."""
+    """A batch as two files that hold no code: <name>.jsonl, a rollout in each line but the first
+    one, which has all else, and <name>.safetensors, the fields of all rows' tokens one after the
+    other."""
     path.parent.mkdir(exist_ok=True)
     present = [name for name in PARTS if segments and getattr(segments[0], name) is not None]
     arrays = {name: np.concatenate([getattr(s, name) for s in segments]) for name in present}
@@ -262,7 +264,7 @@ def write_batch(path: Path, batch: dict, segments: list[Segment]) -> None:
 
 
 def read_batch(path: Path) -> tuple[dict, list[Segment]]:
-    """What `write_batch` was given, without ids of rows. Raises BadInput for files that it did not write."""
+    """What `write_batch` was given, without ids of rows. Raises BadInput for files of another."""
     try:
         first, *rollouts = map(json.loads, path.read_text().splitlines())
         arrays, segments, rows, at = load_file(path.with_suffix(".safetensors")), [], [], 0

@@ -6,8 +6,9 @@ what each worker handed to its loader with what was sent, and only then moves th
 What was loaded wrongly raises `InvariantError` and leaves the engines paused; where one has died or hangs all are started again, and the
 caller repeats the refit. Either way no token is sampled from half-updated weights.
 
-Weights also leave the trainer for a checkpoint, with all else that a resumed run needs, and as a Hugging Face folder. A
-checkpoint says its flags and the digest of each of its files, and reading it executes nothing.
+Weights also leave the trainer for a checkpoint, with all else that a resumed run needs, and as a
+Hugging Face folder. A checkpoint says its flags and the digest of each of its files, and reading it
+executes nothing.
 
 The probe, the first request after a refit, is in train.py, since it needs the trainer's forward. Nothing here knows of rollouts.
 
@@ -308,8 +309,8 @@ class Refit:
 
 # ---- checkpoints and export
 
-# What --resume does where a flag is another than when the checkpoint was written. Each flag is in one of these.
-# It is refused, since the checkpoint means something else under it:
+# What --resume does where a flag is another than when the checkpoint was written. Each flag is in
+# one of these. It is refused, since the checkpoint means something else under it:
 REFUSED = {
     "model": "the weights and moments in it are of that model and its tokens",
     "critic_model": "the critic in it is of that model",
@@ -319,9 +320,9 @@ REFUSED = {
     # only where one of both is gae, which has a critic, or sft, whose groups are demonstrations
     "estimator": "it holds a critic only with gae, and demonstrations instead of rollouts with sft",
 }
-# It is refused without --resume_data, since the ledger's positions count in these rows, in this order:
+# It is refused without --resume_data, since the ledger counts in these rows, in this order:
 ORDERED = "data", "prompt_key", "shuffle", "seed", "train_from"
-# It is told. Groups that had finished were played otherwise than they would be now, so they start again:
+# It is told. Groups that had finished would be played otherwise now, so they start again:
 PLAYED = (
     "agent",
     "agent_cmd",
@@ -442,9 +443,10 @@ def step_of(folder: Path) -> int:
 
 
 def hold(out: str) -> None:
-    """Be the only run in the folder `out` until this process ends, however it ends. Raises BadInput where another one is.
+    """Be the only run in the folder `out` until this process ends, however it ends. Raises BadInput.
 
-    The kernel frees the lock with the process. Children do not inherit it, so one that lives longer blocks nobody.
+    The kernel frees the lock with the process. Children do not inherit it, so that one which lives
+    longer blocks nobody. Where the file system has no locks this is told, and the run goes on.
     """
     path, deadline = Path(out, ".lock"), time.monotonic() + LOCK_TIMEOUT
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # never closed: that would free it
@@ -469,7 +471,7 @@ def hold(out: str) -> None:
 
 
 def made_with(cfg, rows: list[dict]) -> dict:
-    """What a checkpoint says of its run: the flags, and digests of what is behind some of them, wherever that lies."""
+    """What a checkpoint says of its run: its flags, and digests of what is behind some of them."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import cached_file
 
@@ -486,7 +488,7 @@ def made_with(cfg, rows: list[dict]) -> dict:
         return {k: found[k] for k in sorted(found) if k not in INCIDENTAL}
 
     def samples(path: str):
-        """64 KiB at 16 places of each file of weights, since all would take as long as to load them."""
+        """64 KiB at 16 places of each file of weights: to read all takes as long as to load them."""
         for shard in sorted(Path(cached_file(path, "config.json")).parent.glob("*.safetensors")):
             with shard.open("rb") as file:
                 for place in range(0, size := shard.stat().st_size, size // 16 + 1):
@@ -503,10 +505,11 @@ def made_with(cfg, rows: list[dict]) -> dict:
 
 
 def compare(cfg, was: dict, now: dict) -> tuple[dict[str, str], bool]:
-    """The flags that are others than those of a checkpoint, name -> "--name old -> new", and whether a group that has finished
-    would be played otherwise now.
+    """The flags that are others than those of a checkpoint, name -> "--name old -> new", and whether
+    a group that has finished would be played otherwise now.
 
-    was, now: as `made_with` gives them. Raises BadInput where the checkpoint means something else under one of them.
+    was, now: as `made_with` gives them. Raises BadInput where the checkpoint means something else
+    under one of them.
     """
 
     def shown(value) -> str:
@@ -640,11 +643,11 @@ def digest_of(path: Path) -> str:
 
 
 def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
-    """What is wrong with a checkpoint, by the name of the file; else "". Of what the files hold, each rank looks at its share."""
+    """What is wrong with a checkpoint, by the name of the file; else "". Each rank reads its share."""
     if (folder / "rollouts.pt").exists():
         return (
-            "rollouts.pt: a pickle of an earlier version, which reading would execute; go on with that"
-            " version, or begin a new run with its <out>/model as --model"
+            "rollouts.pt: a pickle of an earlier version, which reading would execute; go on with"
+            " that version, or begin a new run with its <out>/model as --model"
         )
     name = MANIFEST
     try:
@@ -662,10 +665,12 @@ def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
 
 
 def newest(cfg, made: dict | None, console) -> dict:
-    """Where the run stands: step, version, … of the newest whole checkpoint, with its `folder`, or zeros without --resume.
+    """Where the run stands: step, version, … of the newest whole checkpoint, with its `folder`, or
+    zeros without --resume.
 
-    Every rank calls it; made: of --resume, rank 0's `made_with`. Tells of damaged checkpoints and of flags that have changed; `again`: whether
-    the groups that had finished have to start again. Raises BadInput, on every rank.
+    Every rank calls it; made: of --resume, rank 0's `made_with`. Tells of damaged checkpoints and of
+    flags that have changed; `again`: whether the groups that had finished have to start again.
+    Raises BadInput, on every rank.
     """
     fresh = {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}}
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
@@ -676,7 +681,8 @@ def newest(cfg, made: dict | None, console) -> dict:
         dist.all_gather_object(found, damage(folder, rank, world))
         if told := next(filter(None, found), ""):
             wrong.append(f"{folder}/{told}")
-            console.print(f"a damaged checkpoint is passed over: {wrong[-1]}", style="red")
+            told = f"a damaged checkpoint is passed over: {wrong[-1]}"
+            console.print(told, style="red", soft_wrap=True)
             continue
         box = [proceed(cfg, folder, made, console) if rank == 0 else None]
         dist.broadcast_object_list(box)
@@ -738,7 +744,7 @@ NAMES = {
 
 
 class Metadata(pickle.Unpickler):
-    """Reads dcp's .metadata, which is a pickle, without executing what another may have put there."""
+    """Reads dcp's .metadata, a pickle, without executing what another may have put there."""
 
     def find_class(self, module: str, name: str):
         if name not in NAMES.get(module, ()):
@@ -747,9 +753,11 @@ class Metadata(pickle.Unpickler):
 
 
 def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> None:
-    """Load a checkpoint into models, optimizers and schedules, on any number of ranks. What the optimizer's flags say stays.
+    """Load a checkpoint into models, optimizers and schedules, on any number of ranks. What the
+    optimizer's flags say stays.
 
-    Executes nothing that the files hold. Raises BadInput for what is no weights, or does not fit the model.
+    Executes nothing that the files hold. Raises BadInput for what is no weights, or does not fit
+    the model.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException

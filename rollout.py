@@ -907,8 +907,8 @@ class Rollouts:
             self.fill()
 
     def snapshot(self) -> dict:
-        """The ledger and the finished groups as a batch with their `segments`, for a checkpoint: a group is its id, tries and
-        version. What is running starts again after it."""
+        """The ledger and the finished groups as a batch with their `segments`, for a checkpoint: a
+        group is its id, tries and version. What is running starts again after it."""
         again = [g for g in self.groups.values() if not g.rollouts] + self.queue
         # a run may end between a batch and its training
         finished = [g for g in [*self.handed, *self.groups.values()] if g.rollouts]

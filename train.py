@@ -659,7 +659,8 @@ SHOWN = {  # in the console's line of a step, those that the run has
 
 
 def metrics_until(path: Path, step: int) -> tuple[list[bytes], list[int]]:
-    """(lines of a metrics.jsonl up to a step, since later ones will be run again; numbers of lines that are none, from 1)."""
+    """(lines of a metrics.jsonl up to a step, since later ones will be run again; the numbers, from
+    1, of those that are no metrics)."""
     kept, broken = [], []
     for i, line in enumerate(path.read_bytes().splitlines()):
         try:
