@@ -443,7 +443,7 @@ def step_of(folder: Path) -> int:
 
 
 def hold(out: str) -> None:
-    """Be the only run in the folder `out` until this process ends, however it ends. Raises BadInput.
+    """Be the only run in the folder `out` until this process ends, or raise BadInput.
 
     The kernel frees the lock with the process. Children do not inherit it, so that one which lives
     longer blocks nobody. Where the file system has no locks this is told, and the run goes on.
@@ -488,7 +488,7 @@ def made_with(cfg, rows: list[dict]) -> dict:
         return {k: found[k] for k in sorted(found) if k not in INCIDENTAL}
 
     def samples(path: str):
-        """64 KiB at 16 places of each file of weights: to read all takes as long as to load them."""
+        """64 KiB at 16 places of each file of weights: to read all takes as long as loading."""
         for shard in sorted(Path(cached_file(path, "config.json")).parent.glob("*.safetensors")):
             with shard.open("rb") as file:
                 for place in range(0, size := shard.stat().st_size, size // 16 + 1):
@@ -505,8 +505,8 @@ def made_with(cfg, rows: list[dict]) -> dict:
 
 
 def compare(cfg, was: dict, now: dict) -> tuple[dict[str, str], bool]:
-    """The flags that are others than those of a checkpoint, name -> "--name old -> new", and whether
-    a group that has finished would be played otherwise now.
+    """The flags that are others than those of a checkpoint, name -> "--name old -> new"; whether a
+    group that has finished would be played otherwise now.
 
     was, now: as `made_with` gives them. Raises BadInput where the checkpoint means something else
     under one of them.
@@ -643,7 +643,7 @@ def digest_of(path: Path) -> str:
 
 
 def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
-    """What is wrong with a checkpoint, by the name of the file; else "". Each rank reads its share."""
+    """What is wrong with a checkpoint, the file first; else "". Each rank reads its share."""
     if (folder / "rollouts.pt").exists():
         return (
             "rollouts.pt: a pickle of an earlier version, which reading would execute; go on with"
@@ -668,8 +668,8 @@ def newest(cfg, made: dict | None, console) -> dict:
     """Where the run stands: step, version, … of the newest whole checkpoint, with its `folder`, or
     zeros without --resume.
 
-    Every rank calls it; made: of --resume, rank 0's `made_with`. Tells of damaged checkpoints and of
-    flags that have changed; `again`: whether the groups that had finished have to start again.
+    Every rank calls it; made: of --resume, rank 0's `made_with`. Tells of damaged checkpoints and
+    of flags that have changed; `again`: whether the groups that had finished have to start again.
     Raises BadInput, on every rank.
     """
     fresh = {"step": 0, "version": 0, "kl_coef": cfg.kl_coef, "best": {}}
