@@ -586,7 +586,9 @@ def _response_turns(items: list[Fields]) -> Iterator[In | As]:
 
 def _refers(item: dict) -> bool:
     """Whether an item of Responses is no more than the id of another one; its type may be left out."""
-    return item.get("type") == "item_reference" or [k for k in item if item[k] is not None] == ["id"]
+    return item.get("type") == "item_reference" or [k for k in item if item[k] is not None] == [
+        "id"
+    ]
 
 
 def _response_input(item: Fields) -> In:

@@ -244,7 +244,11 @@ def test_the_official_sdk_folds_a_stream_to_the_body(wire):
 # ---- What the folds would see
 
 FULL = SAID["calls"]
-DRAWN = ((36, 64, 9, 4), [(*FULL, ("stop", ""), [("I", -0.5)]), (*FULL, ("length", ""), None)], True)
+DRAWN = (
+    (36, 64, 9, 4),
+    [(*FULL, ("stop", ""), [("I", -0.5)]), (*FULL, ("length", ""), None)],
+    True,
+)
 
 
 def silent(event) -> bool:
