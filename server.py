@@ -248,6 +248,7 @@ class In:
     call: str = ""  # the id of the call that a tool result answers
     images: tuple[str, ...] = ()  # sha256 of the bytes, or the URL
     error: bool = False  # a tool result that reports a failure
+    anchors = ()
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,8 @@ def read_chat(body, headers, past: deque | None = None) -> Request:
 
 
 def read_responses(body, headers, past: deque | None = None) -> Request:
-    """Request of a Responses body. `conversation` and item references need a store that is not here: BadRequest."""
+    """Request of a Responses body. `conversation` needs a store that is not here: BadRequest, as for an item reference that
+    `Forest.resolve` has left."""
     body = Fields(body)
     if body.get("conversation") is not None:
         raise BadRequest("conversation is not supported: send the items, or previous_response_id")
@@ -582,10 +584,18 @@ def _response_turns(items: list[Fields]) -> Iterator[In | As]:
         yield from [_reply(run)] if reply else map(_response_input, run)
 
 
+def _refers(item: dict) -> bool:
+    """Whether an item of Responses is no more than the id of another one; its type may be left out."""
+    return item.get("type") == "item_reference" or [k for k in item if item[k] is not None] == [
+        "id"
+    ]
+
+
 def _response_input(item: Fields) -> In:
-    if item.read("type") == "item_reference":
+    if _refers(item):
         raise BadRequest(
-            f"{item.where} refers to a stored item: send the item itself (store: false)"
+            f"{item.where} refers to {item.read('id')}, which is no item of this rollout's replies: "
+            "send the item itself (store: false)"
         )
     if item.read("type").endswith("_call_output"):
         return _input("tool", item.each("output"), item.read("call_id"))
@@ -753,12 +763,7 @@ class Forest:
         if req.previous:
             self._expand(req)
         *before, last = req.turns
-        shown = (
-            [self.anchors[a] for a in last.anchors if a in self.anchors]
-            if last.role == "assistant"
-            else []
-        )
-        if before and not all(node.delivered for node in shown):
+        if before and not all(node.delivered for node in self._shown(last)):
             req.turns = before  # what a client kept of a reply whose stream broke: it asks for the whole again
         tools = hashlib.sha256(json.dumps(req.tools).encode()).hexdigest() if req.tools else ""
         req.tools = self.tools.setdefault(tools, req.tools)  # one copy, not one of each turn
@@ -778,6 +783,10 @@ class Forest:
         if req.turns[-1].role != "assistant":
             self.matched.append((req.turns, tools, node, since))
         return node, (node.id if node else "", tools, tuple(since))
+
+    def _shown(self, turn: In | As) -> set[Node]:
+        """The nodes whose ids a turn has."""
+        return {self.anchors[a] for a in turn.anchors if a in self.anchors}
 
     def _child(self, place: tuple, echo: As) -> Node | None:
         """The node of this place that the echoed turn shows, if any."""
@@ -802,7 +811,21 @@ class Forest:
         own, old = [t for t in req.turns[:1] if t.role == "system"], node.history()
         if own and old[0].role == "system":
             old = old[1:]
-        req.turns = [*own, *old, *req.turns[len(own) :]]
+        path = set(node.path(parents=True))
+        # what that history holds already is not said again
+        new = [t for t in req.turns[len(own) :] if not (shown := self._shown(t)) or shown - path]
+        req.turns = [*own, *old, *new]
+
+    def resolve(self, body):
+        """A Responses body with this rollout's own items in the place of references to them; those to others stay."""
+        items = body.get("input") if isinstance(body, dict) else None
+        return body | {"input": [*map(self._item, items)]} if isinstance(items, list) else body
+
+    def _item(self, item):
+        id_ = str(item.get("id")) if isinstance(item, dict) and _refers(item) else ""
+        node = self.anchors.get(id_)
+        sent = _items(node.id, node.turn) if node else []
+        return next((i for i in sent if i["id"] == id_), item)
 
     def answer(self, req: Request) -> list[Node]:
         """Nodes that answer a request, `req.n` of them; done, or running with their `task`. Raises BadRequest."""
@@ -1032,6 +1055,10 @@ ERRORS = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+PARTS = {
+    "summary": "reasoning_summary_part",
+    "content": "content_part",
+}  # an item's lists, and what their parts are called
 NODE_IDS = (
     "",
     "chatcmpl-",
@@ -1085,7 +1112,7 @@ def write(req: Request, answers: list[Answer], begun: dict | None = None) -> dic
         # a reply cut by its length is "completed" as well: Codex fails the whole run on "incomplete"
         return begun | {
             "status": "completed",
-            "output": _items(req, a),
+            "output": _items(a.node, a.turn, req.include_encrypted),
             "usage": _usage(answers, "input", "output"),
         }
     if req.wire == "messages":
@@ -1324,21 +1351,21 @@ def _pieces(choice: dict) -> list[tuple]:
     return [(delta,) for delta in deltas] + [({}, choice["logprobs"], choice["finish_reason"])]
 
 
-def _items(req: Request, a: Answer) -> list[dict]:
-    turn, items = a.turn, []
+def _items(node: str, turn: As, encrypted: bool = False) -> list[dict]:
+    items = []
     if turn.reasoning:
         # Codex sends both back, the AI SDK the summary alone
         summary, content = (
             [{"type": f"{k}_text", "text": turn.reasoning}] for k in ("summary", "reasoning")
         )
         items.append(
-            {"id": f"rs_{a.node}", "type": "reasoning", "summary": summary, "content": content}
+            {"id": f"rs_{node}", "type": "reasoning", "summary": summary, "content": content}
         )
-        items[0] |= {"encrypted_content": f"enc_{a.node}"} if req.include_encrypted else {}
+        items[0] |= {"encrypted_content": f"enc_{node}"} if encrypted else {}
     if turn.text or not (turn.reasoning or turn.calls):
         text = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
         items.append(
-            {"id": f"msg_{a.node}", "type": "message", "role": "assistant", "content": [text]}
+            {"id": f"msg_{node}", "type": "message", "role": "assistant", "content": [text]}
         )
     items += [
         {"id": f"fc_{c.id}", "type": "function_call", "call_id": c.id} | _function(c)
@@ -1365,18 +1392,19 @@ def _item_events(item: dict) -> list[tuple[str, dict]]:
     if item["type"] == "function_call":
         name, done = "function_call_arguments", {k: item[k] for k in ("name", "arguments")}
         return [(f"{name}.delta", {"delta": item["arguments"]}), (f"{name}.done", done)]
-    key, name, text, log = "content", "content_part", "output_text", {"logprobs": []}
-    if item["type"] == "reasoning":
-        key, name, text, log = "summary", "reasoning_summary_part", "reasoning_summary_text", {}
-    part, at = item[key][0], {f"{key}_index": 0}
-    said = at | log
-    deltas = [
-        (f"{text}.delta", said | {"delta": part["text"]}),
-        (f"{text}.done", said | {"text": part["text"]}),
-    ]
+    parts = [(k, i, part) for k in PARTS for i, part in enumerate(item.get(k, []))]
+    return [event for place in parts for event in _part_events(*place)]
+
+
+def _part_events(key: str, i: int, part: dict) -> list[tuple[str, dict]]:
+    """(kind, fields) of the events of the part item[key][i]."""
+    name, at = PARTS[key], {f"{key}_index": i}
+    text = f"reasoning_{part['type']}" if key == "summary" else part["type"]
+    said = at | ({"logprobs": []} if text == "output_text" else {})
     return [
         (f"{name}.added", at | {"part": _blank(part)}),
-        *deltas,
+        (f"{text}.delta", said | {"delta": part["text"]}),
+        (f"{text}.done", said | {"text": part["text"]}),
         (f"{name}.done", at | {"part": part}),
     ]
 
@@ -1497,7 +1525,10 @@ class Server:
             return await self._send(send, 200, self._models(route, forest.max_context))
         if method != "POST" or route not in READERS:
             raise BadRequest(f"there is no {method} /{route} here", "not_found", 404)
-        req = READERS[route](await self._body(receive), headers, forest.past)
+        body = await self._body(receive)
+        if route == "responses":
+            body = forest.resolve(body)
+        req = READERS[route](body, headers, forest.past)
         req.model = req.model or self.model
         if route == COUNT:
             return await self._send(send, 200, {"input_tokens": forest.count(req)})

@@ -65,19 +65,20 @@ def script(add=adds, final: str = FINAL) -> list[str]:
 class Policy(Engine):
     """Follows its script, slowly enough that each stream is kept alive; an entry may be a function of the prompt's text.
 
-    A request without tools wants a title. One with a key of `others` in a user message is a sub-agent's.
+    A request without tools wants a title, unless the client has none. One with a key of `others` in a user message is a
+    sub-agent's.
     """
 
-    def __init__(self, chat, *say, others=None):
+    def __init__(self, chat, *say, others=None, titles=True):
         super().__init__(chat, *say)
-        self.others = others or {}
+        self.others, self.titles = others or {}, titles
 
     async def generate(self, ids, max_tokens, known, stop, grammar=None):
         await asyncio.sleep(3 * ALIVE)
         text = self.chat.tokenizer.decode(ids)
         users = "".join(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.S))
         other = next((say for task, say in self.others.items() if task in users), None)
-        if not text.startswith("tools "):
+        if self.titles and not text.startswith("tools "):
             self.script.insert(0, TITLE)
         elif other:
             self.script.insert(0, other.pop(0))
@@ -138,8 +139,9 @@ def drive(chat, folder: Path, say, *commands, env=None, files=None, code=0, **mo
     """Run a client, once for each command and always in the same home, against a server whose policy says `say`.
 
     In commands, env and files {url} stands for the rollout's base URL, {task} for the task and {work} for the folder that the
-    client works in. code: how the last command ends. more: `window` in tokens; `others`, the scripts of sub-agents; `closes`, to
-    end the rollout while a request waits after which so many replies are left.
+    client works in. code: how the last command ends. more: `window` in tokens; `others`, the scripts of sub-agents; `titles`,
+    whether requests without tools are for a title; `closes`, to end the rollout while a request waits after which so many
+    replies are left.
     """
     if not (CLIENTS / "ready").exists():
         pytest.fail("the clients are not installed: run make clients")
@@ -149,7 +151,7 @@ def drive(chat, folder: Path, say, *commands, env=None, files=None, code=0, **mo
 
     async def go():
         app, names = Server("policy", linger=5), []
-        policy = Policy(chat, *say, others=more.get("others"))
+        policy = Policy(chat, *say, others=more.get("others"), titles=more.get("titles", True))
         forest = Forest(chat, policy.generate, parse, 4096, more.get("window", WINDOW), {})
         key, outside = app.open(forest), await proxy(names)
         app.start()
@@ -211,6 +213,15 @@ def drive(chat, folder: Path, say, *commands, env=None, files=None, code=0, **mo
         return asyncio.run(go())
 
 
+def exact(rows: list) -> None:
+    """Each reply's digest is that of its row, and each sampled id is trained once."""
+    for row in rows:
+        for a, b, mark in row.replies:
+            own = (row.tokens[a:b], row.logprobs[a:b], row.versions[a:b])
+            assert mark == digest(row.tokens[:a], *own)
+    assert sum(r.mask.sum() for r in rows) == sum(b - a for r in rows for a, b, _ in r.replies)
+
+
 def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0) -> None:
     """The rule of this file: one row with all replies and all tool outputs, each id as it was sampled, nothing else.
 
@@ -225,9 +236,7 @@ def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0) -> None:
         all(t == [TITLE] for t in trained if t != say) and len(forest.nodes) - len(say) <= titles
     ), trained
     row = rows[trained.index(say)]
-    for a, b, mark in row.replies:
-        assert mark == digest(row.tokens[:a], row.tokens[a:b], row.logprobs[a:b], row.versions[a:b])
-    assert sum(r.mask.sum() for r in rows) == sum(b - a for r in rows for a, b, _ in r.replies)
+    exact(rows)
     last, between = row.replies[0][1], []
     for a, b, _ in row.replies[1:]:
         between.append(tokenizer.decode(row.tokens[last:a]))
@@ -245,8 +254,8 @@ def holds(ran: Ran, say: list[str], echoes: set[str], titles: int = 0) -> None:
     assert not any(counts[f"server/{k}"] for k in ("rewritten", "replayed", "constrained")), counts
 
 
-def python(name: str, *arguments: str) -> list[str]:
-    return [CLIENTS / "bin/python", HERE / "clients" / name, TASK, *arguments]
+def python(name: str, *arguments: str, venv: str = "") -> list[str]:
+    return [CLIENTS / venv / "bin/python", HERE / "clients" / name, TASK, *arguments]
 
 
 OPENAI = {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "any"}
@@ -331,6 +340,64 @@ def test_mini_swe_agent_is_one_row(chat, tmp_path):
     )
     holds(ran, say, {"T0"})
     assert ran.outside == []
+
+
+MODES = pytest.mark.parametrize("mode", [[], ["stream"]], ids=["whole", "stream"])
+
+
+@MODES
+@pytest.mark.parametrize(
+    "wire,echoes", [("chat", {"T1"}), ("responses", {"T1"}), ("messages", {"T1"})]
+)
+def test_pydantic_ai_is_one_row(chat, tmp_path, wire, echoes, mode):
+    ran = drive(
+        chat, tmp_path, script(), python("pydantic_agent.py", wire, *mode), env=OPENAI | ANTHROPIC
+    )
+    holds(ran, script(), echoes)
+    assert ran.outside == []
+
+
+# its provider of Responses refers to what it believes to be stored, unless it is told otherwise
+@MODES
+@pytest.mark.parametrize("wire", ["chat", "responses", "stateless", "messages"])
+def test_the_ai_sdk_is_one_row(chat, tmp_path, wire, mode):
+    command = ["node", HERE / "clients/ai_sdk.mjs", TASK, f"{CLIENTS}/", wire, *mode]
+    ran = drive(chat, tmp_path, script(), command, env=OPENAI | ANTHROPIC)
+    holds(ran, script(), {"T1"})
+    assert ran.outside == []
+
+
+@MODES
+def test_google_adk_is_one_row(chat, tmp_path, mode):
+    env = OPENAI | LITELLM | {"OPENAI_API_BASE": "{url}/v1"}
+    ran = drive(chat, tmp_path, script(), python("adk_agent.py", *mode), env=env)
+    holds(ran, script(), {"T1"})
+    assert ran.outside == []
+
+
+@MODES
+def test_autogen_is_one_row(chat, tmp_path, mode):
+    command = python("autogen_agent.py", *mode, venv="autogen")
+    ran = drive(chat, tmp_path, script(), command, env=OPENAI)
+    holds(ran, script(), {"T0", "T1"})  # it drops the reasoning
+    assert ran.outside == []
+
+
+@MODES
+@pytest.mark.parametrize("kind", ["tools", "code"])
+def test_smolagents_is_a_row_for_each_step(chat, tmp_path, kind, mode):
+    """It writes its calls into its history as text: no turn comes back as it was sent, so each is trained in its own prompt."""
+    say = script(final=call("final_answer", answer=FINAL))
+    if kind == "code":  # in the text, without a tool of the API
+        code = ["print(add(1200, 34))", "print(add(5600, 78), add(9000, 9))"]
+        say = [f"I add.\n<code>\n{line}\n</code>" for line in (*code, f"final_answer({FINAL!r})")]
+    command, calls = python("smol_agent.py", kind, *mode), kind == "tools"
+    ran = drive(chat, tmp_path, say, command, env=OPENAI, titles=calls)
+    assert FINAL in ran.out and texts(ran.forest) == [[s] for s in say]
+    rows = ran.forest.segments(Result(), 0, 0)
+    exact(rows)
+    last = chat.text(rows[-1].tokens)
+    assert all(s in last for s in SUMS) and TASK in last and ran.outside == []
 
 
 @dataclass

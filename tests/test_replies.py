@@ -74,15 +74,17 @@ class Server:
             wire = "messages" if http.url.path.endswith("messages") else "chat"
             return httpx2.Response(400, json=error(wire, 400, str(e), e.error_code))
         self.requests.append(req)
-        self.answers = [
-            answer(req.wire, self.said, node, **self.more) for node in (NODE, OTHER)[: req.n]
-        ]
+        self.answers = self.reply(req)
         if not req.stream:
             return httpx2.Response(200, json=write(req, self.answers))
         self.text = "".join(streamed(req, self.answers))
         return httpx2.Response(
             200, headers={"content-type": "text/event-stream"}, content=self.text.encode()
         )
+
+    def reply(self, req):
+        nodes = (NODE, OTHER)[: req.n]
+        return [answer(req.wire, self.said, node, **self.more) for node in nodes]
 
     def openai(self, **more):
         http = httpx2.Client(transport=httpx2.MockTransport(self))
@@ -336,6 +338,12 @@ def test_responses_events_come_in_the_order_that_codex_reads():
             part[1],
         ),
         *(
+            "response.content_part.added",
+            "response.reasoning_text.delta",
+            "response.reasoning_text.done",
+            "response.content_part.done",
+        ),
+        *(
             item[1],
             item[0],
             "response.content_part.added",
@@ -355,7 +363,8 @@ def test_responses_events_come_in_the_order_that_codex_reads():
     assert {i["status"] for i in added} == {"in_progress"} and added[2]["namespace"] == "agents"
     # Codex takes the items from here
     assert [e["item"] for e in found if e["type"] == item[1]] == found[-1]["response"]["output"]
-    assert [e["delta"] for e in found if e["type"].endswith("delta")] == ["hm", "I look.", ODD]
+    deltas = [e["delta"] for e in found if e["type"].endswith("delta")]
+    assert deltas == ["hm", "hm", "I look.", ODD]
     places = [e["output_index"] for e in found if "output_index" in e]
     assert places == sorted(places) and set(places) == {0, 1, 2}
 

@@ -765,8 +765,14 @@ def test_a_forged_turn_is_foreign_and_a_valid_id_with_other_text_forks():
             "messages[0].content[0]",
         ),
         (read_responses, {}, "input"),
-        (read_responses, {"input": [{"id": "x"}]}, "input[0].role"),
-        (read_responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (read_responses, {"input": [{"id": "x", "content": "y"}]}, "input[0].role"),
+        (
+            read_responses,
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input[0] refers to x",
+        ),
+        (read_responses, {"input": [{"type": None, "id": "x"}]}, "input[0] refers to x"),
+        (read_responses, {"input": [{"type": "item_reference", "id": 3}]}, "input[0].id"),
         (read_responses, {"input": "q", "conversation": "c"}, "conversation"),
     ],
 )
