@@ -369,7 +369,6 @@ READ = [
             "runners",
             *SERVER,
             "partial",
-            "dynamic_sampling",
             "samples",
             "engine_timeout",
             "replay_experts",
@@ -389,6 +388,7 @@ READ = [
             "data_epochs",
             "prompts",
             "max_lag",
+            "dynamic_sampling",
             "oversample",
             "max_context",
             "save_rollouts",
@@ -687,6 +687,10 @@ def refuse_values(cfg: Config) -> None:
     refuse(
         low >= high,
         f"--dynamic_sampling {low} {high}: LO is not below HI",
+    )
+    refuse(
+        cfg.estimator == "sft" and (low, high) != (-math.inf, math.inf),
+        f"--dynamic_sampling {low} {high} --estimator sft: a demonstration has no reward",
     )
     limit, buffer = cfg.overlong
     refuse(
