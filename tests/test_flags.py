@@ -241,14 +241,14 @@ OTHER = {  # another value than the default, which every run that reads the flag
     "kl_target": 0.9,
     "ref_model": "other",
     "kl_horizon": 9.0,
-    "clip_low": 0.01,
-    "clip_high": 0.5,
+    "clip_low": 0.1,
+    "clip_high": 0.1,
     "dual_clip": 1.1,
     "sapo_tau": (3.0, 0.3),
     "dppo_delta": 0.01,
     "old": "behaviour",
     "is_mode": "mask",
-    "is_band": (0.9, 1.1),
+    "is_band": (0.999, 1.001),
     "is_denominator": "kept",
     "loss_length": 9,
     "lora_alpha": 9,
@@ -384,28 +384,27 @@ class Critic(Tokens):
 
 def outcome(cfg: Config) -> dict:
     """What the trainer's own functions make of one batch: advantages, critic's targets, gradients, the next KL coefficient."""
-    torch.manual_seed(0)
     rows = list(range(16))
     micro = pack([segment(12, [(2, 5 + i % 8)], seed=i) for i in rows], rows, rows)
-    noise = torch.randn(5, *micro.mask.shape)
-    noise *= torch.logspace(-3, 0, 4).repeat_interleave(4)[
-        :, None
-    ]  # some rows are far off, some near
-    noise[4] = noise[4].flip(0)
+    noise = torch.randn(4, *micro.mask.shape, generator=torch.Generator().manual_seed(0))
+    # groups are ever further from the engine; each has both signs of advantage and of the update
+    noise[0] *= torch.tensor([0.001, 0.01, 0.1, 1.0]).repeat_interleave(4)[:, None]
+    moved = torch.tensor([0.15, 0.06, 0.3, 0.8]).repeat_interleave(4)[:, None]
+    moved = moved * torch.tensor([1, 1, -1, -1]).repeat(4)[:, None]
     old = micro.old_logprobs = (micro.behaviour_logprobs + noise[0]) * micro.mask
-    micro.ref_logprobs = old + noise[1] if cfg.ref_model else None
-    critic = Critic(noise[2]) if cfg.critic_model else None
-    micro.values = noise[3] if critic else None
+    micro.ref_logprobs = old + 0.3 * noise[1] if cfg.ref_model else None
+    critic = Critic(0.3 * noise[2]) if cfg.critic_model else None
+    micro.values = 0.3 * noise[3] if critic else None
     rollouts = []
     for i in rows:
         reward = (0.0, 1.0, 0.5, -0.2)[i % 4]
-        parts = {"right": reward, "short": 1.0 / (1 + i)}
+        parts = {"right": reward, "short": (0.2, 0.9, 0.1, 0.0)[i % 4]}
         result = Result(reward=reward, rewards=parts, truncated=i % 3 == 1)
         rollouts.append({"group": i // 4, "result": result})
     batch, meter, found = {"rollouts": rollouts, "sizes": [16]}, train.Meter(), {}
     train.weigh(cfg, micro)
     train.credit(cfg, batch, [micro], meter)
-    learners = [("policy", Tokens(old + noise[4]), train.policy_objective, cfg)]
+    learners = [("policy", Tokens(old + moved), train.policy_objective, cfg)]
     if critic:
         mean = dataclasses.replace(cfg, loss_agg="token_mean")
         learners.append(("critic", critic, train.value_objective, mean))
