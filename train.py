@@ -113,7 +113,7 @@ class Config:
     shuffle: bool = True
     # passes over the data before the run ends by itself; 0 repeats until --steps
     data_epochs: int = 0
-    max_turns: int = 4  # replies of the policy per rollout
+    max_turns: int = 4  # replies of the policy per rollout; without an agent there is one
     episode_timeout: float = 600.0  # seconds after which a rollout counts as failed
     max_failed: float = 0.5  # share of a batch's rollouts that may fail before the run stops
 
@@ -122,10 +122,11 @@ class Config:
     model: str = "examples/starter"  # policy: a local folder or a hub name, with a chat template
     engines: int = 1  # vLLM engines
     engine_tp: int = 1  # tensor-parallel size of each engine
-    engine_memory: float = 0.85  # share of a GPU's memory that an engine takes
+    engine_memory: float = 0.85  # share of a GPU's memory that an engine takes; none on a CPU
     engine_args: str = "{}"  # JSON with any other vLLM engine argument
     runners: int = 1  # processes that play episodes
-    # vLLM's name of the parser of tool calls; auto: by the chat template, none: calls stay text
+    # of the capture server, so of a ChatAgent or --agent_cmd, as the next five: vLLM's name of the
+    # parser of tool calls; auto: by the chat template, none: calls stay text
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"  # vLLM's name of the parser of reasoning
     # where agents reach the capture server; beyond loopback each rollout's key is demanded
@@ -144,11 +145,11 @@ class Config:
     # of --partial: keep the KV cache at a refit; faster, and what an interrupted reply goes on with
     # counts as off-version
     stale_kv: bool = False
-    # a refit interrupts replies, which go on under the new weights; else it waits for them
+    # of --max_lag: a refit interrupts replies, which go on under the new weights; else it waits for them
     partial: bool = False
     # LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)
     dynamic_sampling: tuple[float, float] = (-math.inf, math.inf)
-    # groups that dynamic sampling may replace, as a multiple of --prompts; the batch then takes
+    # groups that --dynamic_sampling may replace, as a multiple of --prompts; the batch then takes
     # them as they come
     max_filtered: float = 4.0
     # groups in flight, as a multiple of what is needed: the slowest are not waited for, and start
@@ -171,7 +172,7 @@ class Config:
     eval_every: int = 0  # steps between evaluations; 0: none
     eval_at_start: bool = False  # evaluate before the first step too
     eval_only: bool = False  # evaluate --model, or with --resume the newest checkpoint, and end
-    eval_samples: int = 1  # rollouts of each row
+    eval_samples: int = 1  # of --eval_data: rollouts of each row
     eval_temperature: float = 0.0  # of evaluations; 0 is greedy
     eval_solved: float = 1.0  # reward from which a rollout counts as solved, for pass@k
 
@@ -192,43 +193,46 @@ class Config:
     lam: float = 0.95  # lambda of gae
     # whiten the advantages of reinforce, reinforce_baseline and gae over the batch
     whiten: bool = True
-    # LO HI that a rollout's reward is held between before it is credited
+    # LO HI that a rollout's reward is held between before it is credited (not gdpo, opd, sft)
     reward_clip: tuple[float, float] = (-math.inf, math.inf)
     # of the named rewards of gdpo, in the order of their names; empty: all 1
     reward_weights: tuple[float, ...] = ()
     # LIMIT BUFFER of a rollout's sampled tokens: the reward falls by up to 1 in the last BUFFER
-    # (DAPO); 0 0 is off
+    # (DAPO; not gdpo, opd, sft); 0 0 is off
     overlong: tuple[int, int] = (0, 0)
     # gae: a truncated rollout goes on at the critic's last value, not at 0
     bootstrap_truncated: bool = False
     # coefficient of the KL to --ref_model: in the reward, or with --kl_loss in the loss
     kl_coef: float = 0.0
-    # its estimator; auto: k1 in the reward, k2 in the loss
+    # its estimator, but of opd, which has k1; auto: k1 in the reward, k2 in the loss
     kl_type: Literal["auto", "k1", "k2", "k3"] = "auto"
     kl_loss: bool = False  # the KL is a loss with a gradient, not a part of the reward
     kl_target: float = 0.0  # KL that --kl_coef is adapted to; 0: it stays as it is
-    kl_horizon: float = 10_000.0  # rollouts in which it adapts
+    kl_horizon: float = 10_000.0  # of --kl_target: rollouts in which it adapts
 
     # ---- loss.py
 
     loss: Literal[tuple(LOSSES)] | None = None  # policy loss; unset: ppo, and pg for sft
-    # lower clip of the ratio is 1 - this; unset: what the loss's paper uses (loss.CLIPS)
+    # lower clip of the ratio is 1 - this (not pg, sapo, dppo); unset: what the loss's paper uses
+    # (loss.CLIPS)
     clip_low: float | None = None
-    clip_high: float | None = None  # upper clip of the ratio is 1 + this
+    clip_high: float | None = None  # upper clip of the ratio is 1 + this (not pg, sapo, dppo)
     # temperature of sapo's gate where the advantage is positive, and elsewhere
     sapo_tau: tuple[float, float] = (1.0, 1.05)
     dppo_delta: float = 0.2  # dppo drops a token whose probability has moved by more
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # weight of the load-balance loss of the experts (mixture of experts only)
     balance_coef: float = 0.0
-    # the critic's value moves by no more than this from the one before the update; 0 is off
+    # gae: the critic's value moves by no more than this from the one before the update; 0 is off
     value_clip: float = 0.2
-    dual_clip: float = 0.0  # bound c > 1 on the loss of negative advantages; 0 is off
+    # bound c > 1 on the loss of negative advantages (ppo, gspo, gspo_token); 0 is off
+    dual_clip: float = 0.0
     # unit of the rollout/trainer correction; off is sound only while nothing can be stale
     is_level: Literal["off", "token", "seq", "geo"] = "off"
-    is_mode: Literal["mask", "clip", "trunc"] = "trunc"  # what happens to weights outside the band
-    is_band: tuple[float, float] = (0.5, 2.0)  # LO HI, inclusive
-    # whether rejected tokens still count in the denominator
+    # of --is_level: what happens to weights outside the band
+    is_mode: Literal["mask", "clip", "trunc"] = "trunc"
+    is_band: tuple[float, float] = (0.5, 2.0)  # of --is_level: LO HI, inclusive
+    # of --is_mode mask: whether rejected tokens still count in the denominator
     is_denominator: Literal["all", "kept"] = "all"
     # mean over the update's trained tokens; over rollouts of their token means; sum over
     # --loss_length times rollouts
@@ -248,9 +252,9 @@ class Config:
     ref_model: str = ""
     # what the critic of gae starts from, with a new scalar head; empty: --model
     critic_model: str = ""
-    critic_lr: float = 1e-3  # peak learning rate of the critic
-    critic_warmup_steps: int = 0  # first steps in which the critic learns alone
-    # old log-probs of the ratio: the trainer's own, or the engine's as they came
+    critic_lr: float = 1e-3  # peak learning rate of the critic of gae
+    critic_warmup_steps: int = 0  # first steps in which the critic of gae learns alone
+    # old log-probs of the ratio (not pg, dppo): the trainer's own, or the engine's as they came
     old: Literal["recompute", "behaviour"] = "recompute"
     steps: int = 48  # batches to train on
     epochs: int = 1  # passes over each batch
