@@ -145,7 +145,8 @@ class Config:
     # of --partial: keep the KV cache at a refit; faster, and what an interrupted reply goes on with
     # counts as off-version
     stale_kv: bool = False
-    # of --max_lag: a refit interrupts replies, which go on under the new weights; else it waits for them
+    # of --max_lag: a refit interrupts replies, which go on under the new weights; else it waits for
+    # them
     partial: bool = False
     # LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)
     dynamic_sampling: tuple[float, float] = (-math.inf, math.inf)
@@ -338,7 +339,7 @@ def parse(argv: list[str] | None = None, rank: int = 0) -> Config:
 
 @dataclass(frozen=True)
 class Only:
-    """Flags that a run reads only where a condition holds. One that is given where it does not would do nothing: it is refused."""
+    """Flags that a run reads only where a condition holds. One that is given elsewhere is refused."""
 
     flags: list[str]
     where: Callable[[Config], bool]
@@ -598,7 +599,7 @@ def refuse(wrong: Any, why: str) -> None:
 
 
 def refuse_unread(cfg: Config, given: set[str] | None, rules: list[Only]) -> None:
-    """Refuse the flags that were given (None: that were changed) and that by these rules nothing reads, all at once."""
+    """Refuse, all at once, the flags that were given (None: changed) and that nothing will read."""
     given, told = changed(cfg) if given is None else given, []
     for only in rules:
         flags = [flag for flag in only.flags if flag in given]
@@ -649,9 +650,10 @@ NOT_NEGATIVE = ["max_lag", "balance_coef", "lora_rank", "lora_alpha"]
 
 
 def validate(cfg: Config, world: int = 1, given: set[str] | None = None) -> None:
-    """Refuse what cannot work, and flags that would do nothing. Pure: looks at nothing but its arguments; raises ValueError.
+    """Refuse what cannot work, and flags that would do nothing; raises ValueError.
 
-    world: the number of ranks; given: the flags that were given, None for those of another value than their default.
+    Pure: looks at nothing but its arguments. world: the number of ranks; given: the flags that were
+    given, None for those whose value is not their default.
     """
     refuse_values(cfg)
     refuse_rollouts(cfg)
@@ -841,10 +843,9 @@ def refuse_run(cfg: Config, world: int) -> None:
 
 
 def check_inputs(cfg: Config, given: set[str] | None = None) -> list[dict]:
-    """Look at the files before any process starts; returns the data rows. Raises ValueError with the flag and the fix.
+    """Look at the files before any process starts; returns the data rows. given: as in `validate`.
 
-    given: as in `validate`.
-    """
+    Raises ValueError with the flag and the fix."""
     from transformers import AutoConfig
 
     try:

@@ -383,7 +383,7 @@ class Critic(Tokens):
 
 
 def outcome(cfg: Config) -> dict:
-    """What the trainer's own functions make of one batch: advantages, critic's targets, gradients, the next KL coefficient."""
+    """What the trainer's own functions make of one batch: gradients, the next KL coefficient."""
     rows = list(range(16))
     micro = pack([segment(12, [(2, 5 + i % 8)], seed=i) for i in rows], rows, rows)
     noise = torch.randn(4, *micro.mask.shape, generator=torch.Generator().manual_seed(0))
@@ -470,7 +470,8 @@ def outcome_of(at: int) -> dict:
 
 
 def disagreements(flag: str) -> list[str]:
-    """Where another value of the flag changes what is learnt and the table says that nothing reads it, or the other way round."""
+    """Where another value changes what is learnt and the table says that nothing reads the flag, or
+    the other way round."""
     found = []
     for at, how in enumerate(BASES):
         cfg, value = Config(**how), OTHER[flag]
