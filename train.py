@@ -27,18 +27,24 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ.setdefault(
-    "RAY_AUTH_MODE", "token"
-)  # before ray is imported: every rank joins the cluster with its token
-# else engines yield the CPU to everything, to imports first; else Ray ends what would free the shared memory of a dead engine;
-# else it keeps a record of 100,000 calls, which nobody reads
-off = "worker_niceness process_group_cleanup_enabled kill_child_processes_on_worker_exit task_events_report_interval_ms"
-os.environ.update({f"RAY_{name}": "0" for name in off.split()} | os.environ)
+# Ray reads these when it is imported. What the environment says stays.
+# every rank joins the cluster with its token
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+# else engines yield the CPU to everything, to imports first
+os.environ.setdefault("RAY_worker_niceness", "0")
+# else Ray ends the group of an engine that has died, and with it the process that then frees the
+# engine's shared memory
+os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
+# else Ray ends the same process for being a child of that engine
+os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+# else Ray keeps a record of 100,000 calls, which nobody reads
+os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
 
 import numpy as np
 import ray
@@ -53,7 +59,7 @@ from rich.text import Text
 
 import estimator
 import loss
-from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
+from agent import BadInput, ChatAgent, InvariantError, Result, Segment, Trace, load_agent
 from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
 from refit import (
@@ -95,7 +101,8 @@ class Config:
 
     # ---- agent.py
 
-    agent: str = "agent.py"  # Python file that exports a class Agent; opd needs none
+    # Python file that exports a class Agent; unset: agent.py, and none for opd
+    agent: str | None = None
     # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward
     agent_cmd: str = ""
     # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one
@@ -109,7 +116,7 @@ class Config:
     shuffle: bool = True
     # passes over the data before the run ends by itself; 0 repeats until --steps
     data_epochs: int = 0
-    max_turns: int = 4  # replies of the policy per rollout
+    max_turns: int = 4  # replies of the policy per rollout; without an agent there is one
     episode_timeout: float = 600.0  # seconds after which a rollout counts as failed
     max_failed: float = 0.5  # share of a batch's rollouts that may fail before the run stops
 
@@ -118,10 +125,11 @@ class Config:
     model: str = "examples/starter"  # policy: a local folder or a hub name, with a chat template
     engines: int = 1  # vLLM engines
     engine_tp: int = 1  # tensor-parallel size of each engine
-    engine_memory: float = 0.85  # share of a GPU's memory that an engine takes
+    engine_memory: float = 0.85  # share of a GPU's memory that an engine takes; none on a CPU
     engine_args: str = "{}"  # JSON with any other vLLM engine argument
     runners: int = 1  # processes that play episodes
-    # vLLM's name of the parser of tool calls; auto: by the chat template, none: calls stay text
+    # of the capture server, so of a ChatAgent or --agent_cmd, as the next five: vLLM's name of the
+    # parser of tool calls; auto: by the chat template, none: calls stay text
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"  # vLLM's name of the parser of reasoning
     # where agents reach the capture server; beyond loopback each rollout's key is demanded
@@ -140,11 +148,12 @@ class Config:
     # of --partial: keep the KV cache at a refit; faster, and what an interrupted reply goes on with
     # counts as off-version
     stale_kv: bool = False
-    # a refit interrupts replies, which go on under the new weights; else it waits for them
+    # of --max_lag: a refit interrupts replies, which go on under the new weights; else it waits for
+    # them
     partial: bool = False
     # LO HI: groups whose mean reward is not strictly between are replaced by others (DAPO)
     dynamic_sampling: tuple[float, float] = (-math.inf, math.inf)
-    # groups that dynamic sampling may replace, as a multiple of --prompts; the batch then takes
+    # groups that --dynamic_sampling may replace, as a multiple of --prompts; the batch then takes
     # them as they come
     max_filtered: float = 4.0
     # groups in flight, as a multiple of what is needed: the slowest are not waited for, and start
@@ -167,7 +176,7 @@ class Config:
     eval_every: int = 0  # steps between evaluations; 0: none
     eval_at_start: bool = False  # evaluate before the first step too
     eval_only: bool = False  # evaluate --model, or with --resume the newest checkpoint, and end
-    eval_samples: int = 1  # rollouts of each row
+    eval_samples: int = 1  # of --eval_data: rollouts of each row
     eval_temperature: float = 0.0  # of evaluations; 0 is greedy
     eval_solved: float = 1.0  # reward from which a rollout counts as solved, for pass@k
 
@@ -188,43 +197,46 @@ class Config:
     lam: float = 0.95  # lambda of gae
     # whiten the advantages of reinforce, reinforce_baseline and gae over the batch
     whiten: bool = True
-    # LO HI that a rollout's reward is held between before it is credited
+    # LO HI that a rollout's reward is held between before it is credited (not gdpo, opd, sft)
     reward_clip: tuple[float, float] = (-math.inf, math.inf)
     # of the named rewards of gdpo, in the order of their names; empty: all 1
     reward_weights: tuple[float, ...] = ()
     # LIMIT BUFFER of a rollout's sampled tokens: the reward falls by up to 1 in the last BUFFER
-    # (DAPO); 0 0 is off
+    # (DAPO; not gdpo, opd, sft); 0 0 is off
     overlong: tuple[int, int] = (0, 0)
     # gae: a truncated rollout goes on at the critic's last value, not at 0
     bootstrap_truncated: bool = False
     # coefficient of the KL to --ref_model: in the reward, or with --kl_loss in the loss
     kl_coef: float = 0.0
-    # its estimator; auto: k1 in the reward, k2 in the loss
+    # its estimator, but of opd, which has k1; auto: k1 in the reward, k2 in the loss
     kl_type: Literal["auto", "k1", "k2", "k3"] = "auto"
     kl_loss: bool = False  # the KL is a loss with a gradient, not a part of the reward
     kl_target: float = 0.0  # KL that --kl_coef is adapted to; 0: it stays as it is
-    kl_horizon: float = 10_000.0  # rollouts in which it adapts
+    kl_horizon: float = 10_000.0  # of --kl_target: rollouts in which it adapts
 
     # ---- loss.py
 
-    loss: Literal[tuple(LOSSES)] = "ppo"  # policy loss
-    # lower clip of the ratio is 1 - this; unset: what the loss's paper uses (loss.CLIPS)
+    loss: Literal[tuple(LOSSES)] | None = None  # policy loss; unset: ppo, and pg for sft
+    # lower clip of the ratio is 1 - this (not pg, sapo, dppo); unset: what the loss's paper uses
+    # (loss.CLIPS)
     clip_low: float | None = None
-    clip_high: float | None = None  # upper clip of the ratio is 1 + this
+    clip_high: float | None = None  # upper clip of the ratio is 1 + this (not pg, sapo, dppo)
     # temperature of sapo's gate where the advantage is positive, and elsewhere
     sapo_tau: tuple[float, float] = (1.0, 1.05)
     dppo_delta: float = 0.2  # dppo drops a token whose probability has moved by more
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # weight of the load-balance loss of the experts (mixture of experts only)
     balance_coef: float = 0.0
-    # the critic's value moves by no more than this from the one before the update; 0 is off
+    # gae: the critic's value moves by no more than this from the one before the update; 0 is off
     value_clip: float = 0.2
-    dual_clip: float = 0.0  # bound c > 1 on the loss of negative advantages; 0 is off
+    # bound c > 1 on the loss of negative advantages (ppo, gspo, gspo_token); 0 is off
+    dual_clip: float = 0.0
     # unit of the rollout/trainer correction; off is sound only while nothing can be stale
     is_level: Literal["off", "token", "seq", "geo"] = "off"
-    is_mode: Literal["mask", "clip", "trunc"] = "trunc"  # what happens to weights outside the band
-    is_band: tuple[float, float] = (0.5, 2.0)  # LO HI, inclusive
-    # whether rejected tokens still count in the denominator
+    # of --is_level: what happens to weights outside the band
+    is_mode: Literal["mask", "clip", "trunc"] = "trunc"
+    is_band: tuple[float, float] = (0.5, 2.0)  # of --is_level: LO HI, inclusive
+    # of --is_mode mask: whether rejected tokens still count in the denominator
     is_denominator: Literal["all", "kept"] = "all"
     # mean over the update's trained tokens; over rollouts of their token means; sum over
     # --loss_length times rollouts
@@ -244,9 +256,9 @@ class Config:
     ref_model: str = ""
     # what the critic of gae starts from, with a new scalar head; empty: --model
     critic_model: str = ""
-    critic_lr: float = 1e-3  # peak learning rate of the critic
-    critic_warmup_steps: int = 0  # first steps in which the critic learns alone
-    # old log-probs of the ratio: the trainer's own, or the engine's as they came
+    critic_lr: float = 1e-3  # peak learning rate of the critic of gae
+    critic_warmup_steps: int = 0  # first steps in which the critic of gae learns alone
+    # old log-probs of the ratio (not pg, dppo): the trainer's own, or the engine's as they came
     old: Literal["recompute", "behaviour"] = "recompute"
     steps: int = 48  # batches to train on
     epochs: int = 1  # passes over each batch
@@ -290,18 +302,16 @@ class Config:
 
     def __post_init__(self):
         """What follows from other flags where it was not given."""
+        if self.agent is None:  # of opd the teacher is all that there is to learn from
+            self.agent = "" if self.estimator == "opd" else "agent.py"
+        if self.loss is None:  # a demonstration has no other log-probs to compare with
+            self.loss = "pg" if self.estimator == "sft" else "ppo"
         low, high = CLIPS.get(self.loss, (0.0, 0.0))
         self.clip_low = low if self.clip_low is None else self.clip_low
         self.clip_high = high if self.clip_high is None else self.clip_high
         if self.kl_type == "auto":
             self.kl_type = "k2" if self.kl_loss else "k1"
-        if self.estimator == "sft" and self.loss == "ppo":
-            self.loss = "pg"  # a demonstration has no other log-probs to compare with
-        if (
-            self.estimator == "opd"
-        ):  # the teacher has to be named, and is all that there is to learn from
-            self.agent = "" if self.agent == "agent.py" else self.agent
-        elif self.kl_coef:
+        if self.kl_coef and self.estimator != "opd":  # whose teacher has to be named
             self.ref_model = self.ref_model or self.model
         if self.estimator == "gae":
             self.critic_model = self.critic_model or self.model
@@ -330,222 +340,534 @@ def parse(argv: list[str] | None = None, rank: int = 0) -> Config:
     return cfg
 
 
-def validate(cfg: Config, world: int = 1) -> None:
-    """Refuse what cannot work. Pure: looks at nothing but `cfg` and the number of ranks; raises ValueError."""
-    positive = "max_turns episode_timeout engines engine_tp runners prompts samples max_tokens max_context steps epochs"
-    positive += " lr temperature refit_bucket_mb tokens_per_microbatch minibatches max_grad_norm ep keep kl_horizon"
-    positive += " engine_timeout refit_timeout save_timeout"
-    refused = [(getattr(cfg, name) <= 0, name, "must be positive") for name in positive.split()]
-    zero = "max_lag balance_coef lora_rank lora_alpha"
-    refused += [
-        (not getattr(cfg, name) >= 0, name, "must be positive, or 0 for none")
-        for name in zero.split()
-    ]
-    for wrong, names, fix in refused + unfit(cfg, world):
-        if wrong:
-            values = [(name, getattr(cfg, name)) for name in names.split()]
-            told = [
-                f"--{n} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for n, v in values
-            ]
-            raise ValueError(f"{' '.join(told)}: {fix}")
+# ---- which flags are read when, and what is refused
+
+
+@dataclass(frozen=True)
+class Only:
+    """Flags that a run reads only where a condition holds. One that is given elsewhere is refused."""
+
+    flags: list[str]
+    where: Callable[[Config], bool]
+    because: str  # why nothing reads them elsewhere; what to do. {flag} is that flag's value
+
+
+# of the capture server: check_inputs refuses them where the class of --agent does not use it
+SERVER = [
+    "tool_parser",
+    "reasoning_parser",
+    "server_host",
+    "constrained",
+    "preserve",
+    "linger",
+]
+# Every flag is in ALWAYS, or in READ once for each of its conditions, outer ones first: a new flag
+# as well, or tests/test_flags.py fails. --eval_only is no condition: it reads the flags of the run
+# that it evaluates as they are, so that it can be added to that run's command.
+READ = [
+    Only(
+        [
+            "agent",
+            "agent_cmd",
+            "reward",
+            "max_turns",
+            "episode_timeout",
+            "max_failed",
+            "engines",
+            "engine_tp",
+            "engine_memory",
+            "engine_args",
+            "runners",
+            *SERVER,
+            "partial",
+            "samples",
+            "engine_timeout",
+            "replay_experts",
+            "max_gap",
+            "refit_bucket_mb",
+            "refit_timeout",
+        ],
+        lambda cfg: cfg.estimator != "sft" and not cfg.train_from,
+        "no engine samples with --estimator sft or with --train_from; drop one",
+    ),
+    Only(
+        [
+            "data",
+            "prompt_key",
+            "label_key",
+            "shuffle",
+            "data_epochs",
+            "prompts",
+            "max_lag",
+            "dynamic_sampling",
+            "oversample",
+            "max_context",
+            "save_rollouts",
+            "seed",
+        ],
+        lambda cfg: not cfg.train_from,
+        "--train_from has whole batches, as they were played; drop one",
+    ),
+    Only(
+        ["max_tokens"],
+        lambda cfg: cfg.estimator != "sft",
+        "--estimator sft trains what the data says, however long it is; drop it",
+    ),
+    Only(
+        ["agent"],
+        lambda cfg: not cfg.agent_cmd and not cfg.reward,
+        "--agent_cmd or --reward stands in its place; drop one",
+    ),
+    Only(
+        ["max_turns", *SERVER],
+        lambda cfg: cfg.agent_cmd != "" or (cfg.agent != "" and not cfg.reward),
+        "without an agent a rollout is one reply; set --agent or --agent_cmd",
+    ),
+    Only(
+        ["partial"],
+        lambda cfg: cfg.max_lag > 0,
+        "--max_lag is 0, so nothing is in flight across a refit; set --max_lag 1",
+    ),
+    Only(
+        ["stale_kv"],
+        lambda cfg: cfg.partial,
+        "nothing is interrupted by a refit; set --partial",
+    ),
+    Only(
+        ["max_filtered"],
+        lambda cfg: cfg.dynamic_sampling != (-math.inf, math.inf),
+        "no group is replaced; set --dynamic_sampling",
+    ),
+    Only(
+        ["eval_samples", "eval_temperature", "eval_solved"],
+        lambda cfg: cfg.eval_data != "",
+        "nothing is evaluated; set --eval_data, and --eval_every, --eval_at_start or --eval_only",
+    ),
+    Only(
+        ["gamma"],
+        lambda cfg: cfg.estimator in ("reinforce", "gae"),
+        "--estimator {estimator} discounts nothing; set --estimator reinforce or gae",
+    ),
+    Only(
+        ["whiten"],
+        lambda cfg: cfg.estimator in ("reinforce", "reinforce_baseline", "gae"),
+        "--estimator {estimator} does not whiten over the batch; "
+        "set --estimator reinforce, reinforce_baseline or gae",
+    ),
+    Only(
+        [
+            "lam",
+            "bootstrap_truncated",
+            "value_clip",
+            "critic_model",
+            "critic_lr",
+            "critic_warmup_steps",
+        ],
+        lambda cfg: cfg.estimator == "gae",
+        "--estimator {estimator} has no critic; set --estimator gae",
+    ),
+    Only(
+        ["reward_clip", "overlong"],
+        lambda cfg: cfg.estimator not in ("gdpo", "opd", "sft"),
+        "--estimator {estimator} does not learn from a rollout's one reward; "
+        "drop it, or set another estimator",
+    ),
+    Only(
+        ["reward_weights"],
+        lambda cfg: cfg.estimator == "gdpo",
+        "--estimator {estimator} does not weigh named rewards; set --estimator gdpo",
+    ),
+    Only(
+        ["kl_type", "kl_loss", "kl_target", "ref_model"],
+        lambda cfg: cfg.kl_coef != 0,
+        "--kl_coef is {kl_coef}; set a --kl_coef",
+    ),
+    Only(
+        ["kl_type"],
+        lambda cfg: cfg.estimator != "opd",
+        "--estimator opd has k1, the difference of the log-probs; drop it",
+    ),
+    Only(
+        ["kl_horizon"],
+        lambda cfg: cfg.kl_target != 0,
+        "--kl_target is {kl_target}, so --kl_coef stays as it is; set a --kl_target",
+    ),
+    Only(
+        ["clip_low", "clip_high"],
+        lambda cfg: cfg.loss in CLIPS,
+        "--loss {loss} has no such clip; set --loss ppo, gspo, gspo_token, cispo or gmpo",
+    ),
+    Only(
+        ["dual_clip"],
+        lambda cfg: cfg.loss in ("ppo", "gspo", "gspo_token"),
+        "--loss {loss} has no clip to bound; set --loss ppo, gspo or gspo_token",
+    ),
+    Only(
+        ["sapo_tau"],
+        lambda cfg: cfg.loss == "sapo",
+        "--loss is {loss}; set --loss sapo",
+    ),
+    Only(
+        ["dppo_delta"],
+        lambda cfg: cfg.loss == "dppo",
+        "--loss is {loss}; set --loss dppo",
+    ),
+    Only(
+        ["old"],
+        lambda cfg: cfg.loss not in ("pg", "dppo"),
+        "--loss {loss} has no ratio to old log-probs; drop it, or set another loss",
+    ),
+    Only(
+        ["is_mode", "is_band", "is_denominator"],
+        lambda cfg: cfg.is_level != "off",
+        "--is_level is off; set --is_level token, seq or geo",
+    ),
+    Only(
+        ["is_denominator"],
+        lambda cfg: cfg.is_mode == "mask",
+        "--is_mode {is_mode} rejects no token; set --is_mode mask",
+    ),
+    Only(
+        ["is_denominator"],
+        lambda cfg: cfg.loss_agg != "constant",
+        "--loss_agg constant does not count tokens; set another --loss_agg",
+    ),
+    Only(
+        ["loss_length"],
+        lambda cfg: cfg.loss_agg == "constant",
+        "--loss_agg {loss_agg} counts what there is; set --loss_agg constant",
+    ),
+    Only(
+        ["lora_alpha"],
+        lambda cfg: cfg.lora_rank > 0,
+        "without a --lora_rank there are no adapters; set --lora_rank",
+    ),
+    Only(
+        ["resume_data"],
+        lambda cfg: cfg.resume,
+        "a run that begins has no rows of before; add --resume",
+    ),
+]
+ALWAYS = [  # each may be 0 or empty, which says that there is no such thing
+    "model",
+    "temperature",
+    "ray_address",
+    "train_from",
+    "eval_data",
+    "eval_every",
+    "eval_at_start",
+    "eval_only",
+    "tokens_per_microbatch",
+    "estimator",
+    "kl_coef",
+    "loss",
+    "entropy_coef",
+    "balance_coef",
+    "is_level",
+    "loss_agg",
+    "steps",
+    "epochs",
+    "minibatches",
+    "lr",
+    "schedule",
+    "warmup",
+    "weight_decay",
+    "betas",
+    "optimizer",
+    "lora_rank",
+    "checkpoint_activations",
+    "offload",
+    "max_grad_norm",
+    "dtype",
+    "ep",
+    "out",
+    "save_timeout",
+    "save_every",
+    "keep",
+    "resume",
+    "show_every",
+    "wandb",
+]
+
+
+def named(argv: list[str] | None) -> set[str]:
+    """The flags of a command line (None: of this process), by the names of their fields."""
+    words = sys.argv[1:] if argv is None else argv
+    flags = [word[2:].split("=")[0] for word in words if word.startswith("--")]
+    return {flag.replace("-", "_").removeprefix("no_") for flag in flags}
+
+
+def changed(cfg: Config) -> set[str]:
+    """The flags whose value is another than it would be had it not been given."""
+    left_out = {f.name: replace(cfg, **{f.name: f.default}) for f in fields(cfg)}
+    return {name for name, other in left_out.items() if getattr(cfg, name) != getattr(other, name)}
+
+
+def refuse(wrong: Any, why: str) -> None:
+    """Raise ValueError with the flags, their values and what to do, if something is wrong."""
+    if wrong:
+        raise ValueError(why)
+
+
+def refuse_unread(cfg: Config, given: set[str] | None, rules: list[Only]) -> None:
+    """Refuse, all at once, the flags that were given (None: changed) and that nothing will read."""
+    given, told = changed(cfg) if given is None else given, []
+    for only in rules:
+        flags = [flag for flag in only.flags if flag in given]
+        if flags and not only.where(cfg):
+            names = " ".join(shown(cfg, flag) for flag in flags)
+            it = "it" if len(flags) == 1 else "them"
+            why = only.because.format(**vars(cfg))
+            told.append(f"{names}: nothing reads {it}, because {why}")
+            given = given - set(flags)  # each is told once
+    refuse(told, "\n".join(told))
+
+
+def shown(cfg: Config, flag: str) -> str:
+    """A flag with its value, as in --is_band 0.5 5.0 or --no_whiten."""
+    value = getattr(cfg, flag)
+    if value is False and Config.__dataclass_fields__[flag].default:
+        return f"--no_{flag}"
+    words = value if isinstance(value, tuple) else [value]
+    return f"--{flag} {' '.join(map(str, words))}"
+
+
+POSITIVE = [
+    "max_turns",
+    "episode_timeout",
+    "engines",
+    "engine_tp",
+    "runners",
+    "prompts",
+    "samples",
+    "temperature",
+    "max_tokens",
+    "max_context",
+    "engine_timeout",
+    "tokens_per_microbatch",
+    "kl_horizon",
+    "refit_bucket_mb",
+    "refit_timeout",
+    "steps",
+    "epochs",
+    "minibatches",
+    "lr",
+    "max_grad_norm",
+    "ep",
+    "save_timeout",
+    "keep",
+]
+NOT_NEGATIVE = ["max_lag", "balance_coef", "lora_rank", "lora_alpha"]
+
+
+def validate(cfg: Config, world: int = 1, given: set[str] | None = None) -> None:
+    """Refuse what cannot work, and flags that would do nothing; raises ValueError.
+
+    Pure: looks at nothing but its arguments. world: the number of ranks; given: the flags that were
+    given, None for those whose value is not their default.
+    """
+    refuse_values(cfg)
+    refuse_rollouts(cfg)
+    refuse_credit(cfg)
+    refuse_loss(cfg)
+    refuse_run(cfg, world)
+    refuse_unread(cfg, given, READ)
     if cfg.loss in ("gspo", "gspo_token") and max(cfg.clip_low, cfg.clip_high) > 0.05:
         clips = f"--loss {cfg.loss} --clip_low {cfg.clip_low} --clip_high {cfg.clip_high}"
         warnings.warn(f"{clips}: its paper clips at 3e-4 and 4e-4", stacklevel=2)
 
 
-def unfit(cfg: Config, world: int) -> list[tuple]:
-    """What does not fit together: (whether it is so, the flags, what to do)."""
+def refuse_values(cfg: Config) -> None:
+    """Values that their own flag cannot have."""
+    for flag in POSITIVE:
+        value = getattr(cfg, flag)
+        refuse(not value > 0, f"--{flag} {value}: must be positive")
+    for flag in NOT_NEGATIVE:
+        value = getattr(cfg, flag)
+        refuse(not value >= 0, f"--{flag} {value}: must be positive, or 0 for none")
     engine_args = None
     with contextlib.suppress(ValueError):
         engine_args = json.loads(cfg.engine_args)
-    kind, loss, kl, grouped = (
-        cfg.estimator,
-        cfg.loss,
-        cfg.kl_coef != 0,
-        cfg.estimator in GROUP_ESTIMATORS,
+    refuse(
+        not isinstance(engine_args, dict),
+        f"--engine_args {cfg.engine_args}: is not a JSON object, as in '{{\"block_size\": 32}}'",
     )
-    evals = bool(cfg.eval_every or cfg.eval_at_start or cfg.eval_only)
-    idle, several = (
-        kind == "sft" or cfg.train_from,
-        cfg.eval_samples > 1 and cfg.eval_temperature == 0,
+    refuse(
+        not 0 <= cfg.max_failed <= 1,
+        f"--max_failed {cfg.max_failed}: is a share, between 0 and 1",
     )
-    constant, sequences, gated = (
-        cfg.loss_agg == "constant",
-        loss in SEQUENCE_LOSSES,
-        cfg.is_level in ("seq", "geo"),
+    refuse(
+        cfg.oversample < 1,
+        f"--oversample {cfg.oversample}: must be at least 1",
     )
-    corrected, clipped, rewarded = (
-        cfg.is_level != "off",
-        loss in ("ppo", "gspo", "gspo_token"),
-        kl and not cfg.kl_loss,
+    low, high = cfg.dynamic_sampling
+    refuse(
+        low >= high,
+        f"--dynamic_sampling {low} {high}: LO is not below HI",
     )
-    stale = cfg.max_lag > 0 and not (
-        corrected or cfg.old == "behaviour" or loss == "dppo" or kind == "sft"
+    refuse(
+        cfg.estimator == "sft" and (low, high) != (-math.inf, math.inf),
+        f"--dynamic_sampling {low} {high} --estimator sft: a demonstration has no reward",
     )
-    critic = cfg.critic_model or cfg.critic_warmup_steps or cfg.bootstrap_truncated
-    plain = loss == "pg" and not kl and not corrected and not cfg.balance_coef and cfg.epochs == 1
-    return [
-        (
-            cfg.agent_cmd and not cfg.reward,
-            "agent_cmd",
-            "set --reward to the file that grades what it did",
-        ),
-        (
-            cfg.samples < 2 and grouped,
-            "samples estimator",
-            "it compares rollouts of a group, set --samples 2 or more",
-        ),
-        (
-            cfg.prompts % cfg.minibatches,
-            "prompts minibatches",
-            "the first has to be divisible by the second",
-        ),
-        (world % cfg.ep, "ep", f"does not divide the {world} ranks: start a multiple of it"),
-        (
-            cfg.offload != "none" and cfg.ep > 1,
-            "offload ep",
-            "the experts would not leave the CPU: set --ep 1",
-        ),
-        (
-            cfg.max_context > cfg.tokens_per_microbatch,
-            "tokens_per_microbatch max_context",
-            "raise the first",
-        ),
-        (not 0 <= cfg.max_failed <= 1, "max_failed", "is a share, between 0 and 1"),
-        (
-            evals != bool(cfg.eval_data),
-            "eval_data",
-            "set it with --eval_every, --eval_at_start or --eval_only",
-        ),
-        (
-            evals and idle,
-            "eval_data estimator train_from",
-            "without engines nothing can be evaluated",
-        ),
-        (
-            several,
-            "eval_samples eval_temperature",
-            "greedy samples are all the same: set a temperature",
-        ),
-        (cfg.oversample < 1, "oversample", "must be at least 1"),
-        (
-            cfg.dynamic_sampling[0] >= cfg.dynamic_sampling[1],
-            "dynamic_sampling",
-            "LO is not below HI",
-        ),
-        (
-            cfg.partial and not cfg.max_lag,
-            "partial max_lag",
-            "nothing is in flight across a refit: set --max_lag 1",
-        ),
-        (
-            cfg.stale_kv and not cfg.partial,
-            "stale_kv partial",
-            "nothing is interrupted by a refit: set --partial",
-        ),
-        (
-            stale,
-            "max_lag is_level",
-            "stale tokens need a correction: --is_level token, --loss dppo or --old behaviour",
-        ),
-        (cfg.dual_clip and cfg.dual_clip <= 1, "dual_clip", "must be above 1, or 0 for off"),
-        (cfg.is_band[0] > cfg.is_band[1], "is_band", "LO is above HI"),
-        (
-            constant != (cfg.loss_length > 0),
-            "loss_agg loss_length",
-            "constant needs a length, the others none",
-        ),
-        (
-            any(cfg.overlong) and not 0 < cfg.overlong[1] <= cfg.overlong[0],
-            "overlong",
-            "0 < BUFFER <= LIMIT, or 0 0",
-        ),
-        (cfg.lora_alpha and not cfg.lora_rank, "lora_alpha lora_rank", "set --lora_rank as well"),
-        (cfg.resume and not cfg.out, "resume", "needs --out, the folder of the run to go on with"),
-        (
-            cfg.resume_data and not cfg.resume,
-            "resume_data",
-            "is of a run that goes on: add --resume",
-        ),
-        (
-            not isinstance(engine_args, dict),
-            "engine_args",
-            "is not a JSON object, as in '{\"block_size\": 32}'",
-        ),
-        # estimators, losses and corrections that mean nothing together
-        (
-            gated and cfg.is_mode != "mask",
-            "is_level is_mode",
-            "a gate over whole sequences: set --is_mode mask",
-        ),
-        (
-            cfg.dual_clip and not clipped,
-            "dual_clip loss",
-            "that loss has no clip to bound: use ppo",
-        ),
-        (
-            sequences and cfg.is_level == "token",
-            "is_level loss",
-            "one ratio per sequence: set --is_level seq or geo",
-        ),
-        (
-            sequences and cfg.loss_agg != "seq_mean",
-            "loss loss_agg",
-            "a mean over sequences: set --loss_agg seq_mean",
-        ),
-        (
-            loss == "dppo" and corrected,
-            "loss is_level",
-            "its ratio is the one to the engine: drop --is_level",
-        ),
-        (
-            cfg.old == "behaviour" and corrected,
-            "old is_level",
-            "the ratio then is the correction: drop one",
-        ),
-        (rewarded and grouped, "kl_coef estimator", "it takes no KL as a reward: add --kl_loss"),
-        (
-            cfg.kl_loss and cfg.kl_type == "k1",
-            "kl_loss kl_type",
-            "the expected gradient of k1 is zero: use k2 or k3",
-        ),
-        (cfg.kl_loss and not kl, "kl_loss", "it needs a --kl_coef"),
-        (cfg.kl_target and not kl, "kl_target", "it needs a --kl_coef to start from"),
-        (kind == "opd" and not cfg.ref_model, "estimator", "it needs a teacher: set --ref_model"),
-        (
-            kind == "opd" and not rewarded,
-            "estimator kl_coef",
-            "it learns from the KL alone: set it, no --kl_loss",
-        ),
-        (
-            kind == "sft" and not plain,
-            "estimator",
-            "its loss is -log pi: no KL, correction or balance, one epoch",
-        ),
-        (cfg.ref_model and not kl, "ref_model", "nothing reads it: set a --kl_coef"),
-        (
-            kind != "gae" and critic,
-            "estimator critic_model critic_warmup_steps",
-            "it has no critic: use gae",
-        ),
-        (
-            cfg.reward_weights and kind != "gdpo",
-            "reward_weights estimator",
-            "only gdpo weighs named rewards",
-        ),
-    ]
+    limit, buffer = cfg.overlong
+    refuse(
+        cfg.overlong != (0, 0) and not 0 < buffer <= limit,
+        f"--overlong {limit} {buffer}: 0 < BUFFER <= LIMIT, or 0 0",
+    )
+    refuse(
+        cfg.dual_clip != 0 and not cfg.dual_clip > 1,
+        f"--dual_clip {cfg.dual_clip}: must be above 1, or 0 for off",
+    )
+    low, high = cfg.is_band
+    refuse(
+        low > high,
+        f"--is_band {low} {high}: LO is above HI",
+    )
 
 
-def check_inputs(cfg: Config) -> list[dict]:
-    """Look at the files before any process starts; returns the data rows. Raises ValueError with the flag and the fix."""
+def refuse_rollouts(cfg: Config) -> None:
+    """What does not fit together in agent.py and rollout.py."""
+    refuse(
+        cfg.agent_cmd and not cfg.reward,
+        f"--agent_cmd {cfg.agent_cmd}: set --reward to the file that grades what it did",
+    )
+    refuse(
+        cfg.max_lag > 0
+        and cfg.is_level == "off"
+        and cfg.old != "behaviour"
+        and cfg.loss != "dppo"
+        and cfg.estimator != "sft",
+        f"--max_lag {cfg.max_lag} --is_level off: stale tokens need a correction: "
+        "--is_level token, --loss dppo or --old behaviour",
+    )
+    evaluated = bool(cfg.eval_every or cfg.eval_at_start or cfg.eval_only)
+    refuse(
+        evaluated != bool(cfg.eval_data),
+        f"--eval_data {cfg.eval_data}: set it with --eval_every, --eval_at_start or --eval_only",
+    )
+    refuse(
+        evaluated and (cfg.estimator == "sft" or cfg.train_from),
+        f"--eval_data {cfg.eval_data} --estimator {cfg.estimator} --train_from {cfg.train_from}: "
+        "without engines nothing can be evaluated",
+    )
+    refuse(
+        evaluated and cfg.eval_samples > 1 and cfg.eval_temperature == 0,
+        f"--eval_samples {cfg.eval_samples} --eval_temperature {cfg.eval_temperature}: "
+        "greedy samples are all the same: set a temperature",
+    )
+
+
+def refuse_credit(cfg: Config) -> None:
+    """Estimators and KLs that mean nothing together."""
+    refuse(
+        cfg.samples < 2 and cfg.estimator in GROUP_ESTIMATORS,
+        f"--samples {cfg.samples} --estimator {cfg.estimator}: "
+        "it compares rollouts of a group, set --samples 2 or more",
+    )
+    refuse(
+        cfg.kl_coef != 0 and not cfg.kl_loss and cfg.estimator in GROUP_ESTIMATORS,
+        f"--kl_coef {cfg.kl_coef} --estimator {cfg.estimator}: "
+        "it takes no KL as a reward: add --kl_loss",
+    )
+    refuse(
+        cfg.kl_loss and cfg.kl_type == "k1",
+        "--kl_loss True --kl_type k1: the expected gradient of k1 is zero: use k2 or k3",
+    )
+    refuse(
+        cfg.estimator == "opd" and not cfg.ref_model,
+        "--estimator opd: it needs a teacher: set --ref_model",
+    )
+    refuse(
+        cfg.estimator == "opd" and (cfg.kl_coef == 0 or cfg.kl_loss),
+        f"--estimator opd --kl_coef {cfg.kl_coef}: "
+        "it learns from the KL alone: set it, no --kl_loss",
+    )
+    imitates = (
+        cfg.loss == "pg"
+        and cfg.kl_coef == 0
+        and cfg.is_level == "off"
+        and cfg.balance_coef == 0
+        and cfg.epochs == 1
+    )
+    refuse(
+        cfg.estimator == "sft" and not imitates,
+        "--estimator sft: its loss is -log pi: no KL, correction or balance, one epoch",
+    )
+
+
+def refuse_loss(cfg: Config) -> None:
+    """Losses, corrections and aggregations that mean nothing together."""
+    refuse(
+        cfg.is_level in ("seq", "geo") and cfg.is_mode != "mask",
+        f"--is_level {cfg.is_level} --is_mode {cfg.is_mode}: "
+        "a gate over whole sequences: set --is_mode mask",
+    )
+    refuse(
+        cfg.loss in SEQUENCE_LOSSES and cfg.is_level == "token",
+        f"--is_level token --loss {cfg.loss}: one ratio per sequence: set --is_level seq or geo",
+    )
+    refuse(
+        cfg.loss in SEQUENCE_LOSSES and cfg.loss_agg != "seq_mean",
+        f"--loss {cfg.loss} --loss_agg {cfg.loss_agg}: "
+        "a mean over sequences: set --loss_agg seq_mean",
+    )
+    refuse(
+        cfg.loss == "dppo" and cfg.is_level != "off",
+        f"--loss dppo --is_level {cfg.is_level}: "
+        "its ratio is the one to the engine: drop --is_level",
+    )
+    refuse(
+        cfg.old == "behaviour" and cfg.is_level != "off",
+        f"--old behaviour --is_level {cfg.is_level}: the ratio then is the correction: drop one",
+    )
+    refuse(
+        cfg.loss_agg == "constant" and not cfg.loss_length > 0,
+        f"--loss_agg constant --loss_length {cfg.loss_length}: constant needs a length",
+    )
+
+
+def refuse_run(cfg: Config, world: int) -> None:
+    """What does not fit the number of ranks, the batch, the memory or the folder."""
+    # the batches of --train_from are as large as they are
+    refuse(
+        cfg.prompts % cfg.minibatches != 0 and not cfg.train_from,
+        f"--prompts {cfg.prompts} --minibatches {cfg.minibatches}: "
+        "the first has to be divisible by the second",
+    )
+    refuse(
+        cfg.max_context > cfg.tokens_per_microbatch and not cfg.train_from,
+        f"--tokens_per_microbatch {cfg.tokens_per_microbatch} --max_context {cfg.max_context}: "
+        "raise the first",
+    )
+    refuse(
+        world % cfg.ep != 0,
+        f"--ep {cfg.ep}: does not divide the {world} ranks: start a multiple of it",
+    )
+    refuse(
+        cfg.offload != "none" and cfg.ep > 1,
+        f"--offload {cfg.offload} --ep {cfg.ep}: the experts would not leave the CPU: set --ep 1",
+    )
+    refuse(
+        cfg.resume and not cfg.out,
+        "--resume True: needs --out, the folder of the run to go on with",
+    )
+
+
+def check_inputs(cfg: Config, given: set[str] | None = None) -> list[dict]:
+    """Look at the files before any process starts; returns the data rows. given: as in `validate`.
+
+    Raises ValueError with the flag and the fix."""
     from transformers import AutoConfig
 
     try:
-        if cfg.estimator != "sft":
-            load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
+        if cfg.estimator != "sft" and not cfg.train_from:
+            agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
+            served = not isinstance(agent, type) or issubclass(agent, ChatAgent)
+            why = "the Agent is an Env and asks no server; make it a ChatAgent, or drop the flag"
+            refuse_unread(cfg, given, [Only(SERVER, lambda cfg: served, why)])
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
-    rows = load_rows(cfg.data, cfg.prompt_key)
+    rows = [] if cfg.train_from else load_rows(cfg.data, cfg.prompt_key)
     for i, row in enumerate(rows if cfg.estimator == "sft" else []):
         said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
         if not said and row.get(cfg.label_key) is None:
@@ -1565,13 +1887,14 @@ def main(argv: list[str] | None = None) -> int:
     rank = int(os.environ["RANK"])
     try:
         cfg = parse(argv, rank)
-        validate(cfg, int(os.environ["WORLD_SIZE"]))
+        given = named(argv)
+        validate(cfg, int(os.environ["WORLD_SIZE"]), given)
         if (
             "PYTHONWARNINGS" not in os.environ
         ):  # libraries warn about much that is meant to be so; set it to see all
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
-        rows = check_inputs(cfg) if rank == 0 else None
+        rows = check_inputs(cfg, given) if rank == 0 else None
     except ValueError as e:
         if rank == 0:
             print(f"instar: {e}", file=sys.stderr)

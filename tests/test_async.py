@@ -14,30 +14,31 @@ from replay import pack
 
 pytestmark = pytest.mark.e2e
 STEPS, LAG = 6, 2
-FLAGS = [
-    "--replay_experts",
-    "--max_lag",
-    LAG,
+TRAINER = [
     "--is_level",
     "token",
-    "--prompts",
-    4,
-    "--samples",
-    4,
     "--minibatches",
     1,
-]
-FLAGS += [
     "--max_tokens",
     120,
-    "--max_context",
-    512,
-    "--max_turns",
-    3,
     "--steps",
     STEPS,
     "--show_every",
     0,
+]
+FLAGS = [
+    *TRAINER,
+    "--replay_experts",
+    "--max_lag",
+    LAG,
+    "--prompts",
+    4,
+    "--samples",
+    4,
+    "--max_context",
+    512,
+    "--max_turns",
+    3,
 ]
 
 LETTERS = """
@@ -130,7 +131,7 @@ def test_every_token_is_stamped_with_the_version_whose_weights_give_its_log_prob
 
 def test_batches_from_files_are_trained_as_they_were_without_an_engine(asynchronous, tmp_path):
     flags = [
-        *FLAGS,
+        *TRAINER,
         "--model",
         model_of(asynchronous),
         "--train_from",
