@@ -828,7 +828,7 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
     results = [r["result"] for r in batch["rollouts"]]
     rewards = torch.tensor([r.reward for r in results], dtype=torch.float64)  # [R]
     names = sorted({name for r in results for name in r.rewards})
-    named = [[r.rewards.get(name, 0.0) for name in names] for r in results]
+    named = [[r.rewards.get(name, math.nan) for name in names] for r in results]  # [R, K]
     rollouts = estimator.Batch(
         rollout=torch.cat([m.rollout for m in micros]).cpu(),
         rewards=estimator.clip_rewards(rewards, *cfg.reward_clip),
@@ -846,6 +846,9 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
         raise BadInput(
             "--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else"
         )
+    if cfg.reward_weights and len(cfg.reward_weights) != len(names):
+        weights = " ".join(map(str, cfg.reward_weights))
+        raise BadInput(f"--reward_weights {weights}: the batch's named rewards are {names}")
     if cfg.kl_loss:  # then it is no part of the reward
         cfg = replace(cfg, kl_coef=0.0)
     advantages, metrics = ESTIMATORS[cfg.estimator](rollouts, cfg)
@@ -1071,7 +1074,8 @@ def batch_metrics(batch: dict) -> dict[str, float]:
             }
         )
         played.add({"rollouts/turns": (replies, 1), "rollouts/seconds_max": r["seconds"]})
-        played.add({name: (value, 1) for name, value in result.info.items()}, "info/")
+        numbers = {k: (v, 1) for k, v in result.info.items() if not isinstance(v, str)}
+        played.add(numbers, "info/")
         played.add({name: (value, 1) for name, value in result.rewards.items()}, "reward/")
     equal = [np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)]
     found = {
