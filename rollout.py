@@ -888,7 +888,8 @@ class Rollouts:
                 truncated=not found or any(s.truncated for s in found)
             )  # --max_context has cut replies off
             replies, rows = sum(len(s.replies) for s in found), [self.keep(s) for s in found]
-            return [Rollout(group.id, group.id, result, replies=replies, rows=rows)]
+            counts = {} if found else {"rollouts/too_long": 1}
+            return [Rollout(group.id, group.id, result, replies=replies, counts=counts, rows=rows)]
         ids = [group.id * cfg.samples + i for i in range(cfg.samples)]
         for attempt in range(2):
             tasks = self.tasks(row, [i * 2 + attempt for i in ids])

@@ -950,6 +950,18 @@ def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
     ).mean()
 
 
+def take(cfg: Config, learner: Learner, lost: torch.Tensor) -> float:
+    """An optimizer step on gradients clipped to --max_grad_norm; returns their norm before. Where that is not finite, or the loss of
+    a rank, whose `lost` is then nan and not 0, the step is left out, and the answer is nan."""
+    norm = clip_gradients(cfg, learner.replay, learner.mesh)
+    dist.all_reduce(lost)
+    norm += float(lost)
+    if math.isfinite(norm):
+        learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    return norm
+
+
 def learn(
     cfg: Config,
     learner: Learner,
@@ -979,6 +991,7 @@ def learn(
         if replay.watched:
             load = torch.stack([m.load for m in part]).sum(0)  # [routers, E]
             dist.all_reduce(load)
+        lost = torch.zeros(())  # 0, unless a rank's loss is not finite
         for micro in part:
             compared = micro.on_version if micro.old_logprobs is None else None  # [B, T]
             with replay.experts(micro, compared):  # open through backward
@@ -995,21 +1008,16 @@ def learn(
             mass = (
                 loss.counted(micro.weights, micro.mask, cfg.is_denominator) * each.double()
             ).sum() / float(total)
+            lost += own.detach().cpu() * 0
             meter.add(metrics | {title: (own.detach(), 0), f"loss/{name}mass": (mass, 0)})
         meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
         if gate:
             gate()
-        norm = clip_gradients(cfg, replay, learner.mesh)
-        if finite := math.isfinite(norm):
-            learner.optimizer.step()
-        learner.optimizer.zero_grad()
-        taken += finite
-        meter.add(
-            {
-                f"optim/{name}skipped": (not finite, 0),
-                f"optim/{name}grad_norm": norm if finite else 0.0,
-            }
-        )
+        norm = take(cfg, learner, lost)
+        taken += (finite := math.isfinite(norm))
+        # every rank says the same
+        skipped = {f"optim/{name}skipped": ((not finite) / world, 0)}
+        meter.add(skipped | {f"optim/{name}grad_norm": norm if finite else 0.0})
     return taken
 
 
@@ -1057,6 +1065,25 @@ def sample_trial(cfg: Config, engines: list, ids: list[int]) -> list[Segment]:
     return trial
 
 
+WHY = {  # why rollouts have no row to train on: the metric that counts them, and what to do
+    "rollouts/too_long": "had a prompt longer than --max_context {max_context}: raise it",
+    "rollouts/no_request": "made no request: let the agent sample through task.base_url",
+    "rollouts/constrained": "were kept to a schema or a call: --constrained free trains such replies",
+    "rollouts/unread": "read none of their replies: let the agent wait for them",
+}
+
+
+def check_rows(cfg: Config, batch: dict, step: int) -> None:
+    """Raise BadInput where nothing of a batch can be trained: the next ones would not be better, and the fix is the user's."""
+    if not any(row["trained"] for row in batch["rows"]):
+        rollouts, counts = len(batch["rollouts"]), batch["counts"]
+        why = [
+            f"{counts[k]} {text.format(**vars(cfg))}" for k, text in WHY.items() if counts.get(k)
+        ]
+        found = f"step {step}: none of the {rollouts} rollouts has a token to train on"
+        raise BadInput("; ".join([found, *why]))
+
+
 def batch_metrics(batch: dict) -> dict[str, float]:
     """What rank 0 knows of a batch without its rows."""
     rollouts, rows = batch["rollouts"], batch["rows"]
@@ -1078,12 +1105,14 @@ def batch_metrics(batch: dict) -> dict[str, float]:
         played.add(numbers, "info/")
         played.add({name: (value, 1) for name, value in result.rewards.items()}, "reward/")
     equal = [np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)]
+    rowless = len(rollouts) - len({row["rollout"] for row in rows})
     found = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "reward/groups_equal": np.mean(equal),
     }
     found = {name: float(value) for name, value in found.items()} | {"segments/count": len(rows)}
+    found["rollouts/rowless"] = rowless
     found |= {"tokens/trained": trained, "tokens/context": sum(r["tokens"] for r in rows) - trained}
     return found | batch["counts"] | played.local()
 
@@ -1120,6 +1149,12 @@ def verdict(cfg: Config, console, m: dict[str, float]) -> None:
 
 # ---- the loop
 
+
+class Diverged(RuntimeError):
+    """The policy cannot be trained on: its losses or gradients are not finite."""
+
+
+LOST = 3  # batches, one after the other, without an optimizer step, before the run ends
 PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
 
 
@@ -1142,6 +1177,7 @@ class Run:
     probe: list[int] = field(default_factory=list)  # ids of its text
     seen: Meter = field(default_factory=Meter)  # what the last probe showed, for the next batch
     stopped: float = 0.0  # when a signal came
+    lost: int = 0  # batches of which all optimizer steps were left out, up to the last one
 
 
 def from_rank_0(control, value=None):
@@ -1388,6 +1424,21 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
     return taken
 
 
+def check_taken(r: Run, learnt: dict[str, float], taken: int, step: int) -> None:
+    """Tell of optimizer steps that were left out. Raises Diverged where batch after batch none was taken."""
+    for name in ("optim/skipped", "optim/critic_skipped"):
+        if n := learnt.get(name):
+            left = f"step {step}: {n:.0f} optimizer steps were left out ({name})"
+            told = f"{left}, since their loss or gradient was not finite"
+            r.console.print(told, style="red", soft_wrap=True)
+    r.lost = r.lost + 1 if learnt.get("optim/skipped") and not taken else 0
+    if r.lost == min(LOST, r.cfg.steps):
+        batches = f"{r.lost} batches, one after the other, were not learnt from (optim/skipped)"
+        raise Diverged(
+            f"{batches}: their loss or gradient was not finite. Lower --lr {r.cfg.lr:g}, or look at the rewards"
+        )
+
+
 def times(r: Run, tokens: int) -> dict[str, float]:
     """time/…, perf/… and memory/… since the last call, in which rows of `tokens` tokens were trained on.
 
@@ -1459,13 +1510,15 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             r.console.print("stopped" if batch else "the data has ended")
             break
         r.clock.mark("time/generate")
+        check_rows(cfg, batch, step + 1)
         deal(cfg, batch, dist.get_world_size())
 
         # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
         meter, lr = Meter(r.seen), policy.scheduler.get_last_lr()[0]
         try:
             parts, segments = fetch(r, batch, version if r.refit else batch["version"], meter)
-            version += update(r, batch, parts, meter, step >= cfg.critic_warmup_steps) > 0
+            taken = update(r, batch, parts, meter, step >= cfg.critic_warmup_steps)
+            version += taken > 0
             learnt = meter.reduce(r.control)
             check_mass(learnt)
         except InvariantError as e:
@@ -1478,6 +1531,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             cfg.kl_coef = loss.adapt_kl(
                 cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts
             )
+        check_taken(r, learnt, taken, step + 1)
         r.clock.mark("time/train")
 
         refit_metrics = molt(r, version)
@@ -1526,6 +1580,7 @@ ENDS = {  # what ends a run before its time: the exit code, and what is said; th
     BadInput: (2, "{cause}"),
     InvariantError: (3, "an invariant failed. {e}"),
     NotWritten: (1, "{e}"),
+    Diverged: (1, "{e}"),
     ray.exceptions.RayError: (
         1,
         "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}",
