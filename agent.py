@@ -357,7 +357,10 @@ class Guest:
             loop.call_soon_threadsafe(tell, pong)
         await asyncio.wait([asyncio.wrap_future(pong)], timeout=GRACE)
         task = asyncio.current_task(loop)
-        if pong.done() or task and task.guest is self:
+        if pong.done():
+            return
+        if task and task.guest is self:
+            self.at = running(thread)  # perhaps in a task that it started
             return
         why = Held(
             f"the loop of all agents' coroutines was blocked by another rollout, in\n{running(thread)}"
