@@ -143,8 +143,12 @@ GRACE = 5.0  # seconds in which the agents' loop has to answer, and a cancelled 
 
 def own(frames: list) -> list:
     """The frames that are of an agent or of what lies beside it, and not of libraries or of who calls it."""
-    caller = str(Path(__file__).with_name("rollout.py"))
-    found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<frozen", caller))]
+    callers = [str(Path(__file__).with_name(name)) for name in ("rollout.py", "server.py")]
+    found = [
+        f
+        for f in frames
+        if not f.filename.startswith((*LIBRARIES, "<frozen", "<template>", *callers))
+    ]
     return [f for f in found if f.filename != __file__ or f.name not in OURS]
 
 

@@ -20,7 +20,7 @@ import reprlib
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from multiprocessing import resource_tracker
@@ -381,7 +381,8 @@ TAKEN = {"mean", "std", "groups_equal", "overlong"}  # metrics reward/…, which
 def number(value, what: str, most: float = math.inf) -> float:
     """`value` as a finite float of at most `most` in size."""
     try:
-        if isinstance(value, str) or not hasattr(value, "__float__"):
+        several = getattr(value, "ndim", 0) or isinstance(value, np.complexfloating)
+        if several or isinstance(value, str) or not hasattr(value, "__float__"):
             raise TypeError
         found = float(value)
     except OverflowError:  # of a whole number
@@ -432,7 +433,9 @@ def read_messages(what: str, value) -> list[dict]:
     if not value and not texts:
         raise ValueError(f"{what} no message")
     try:
-        return json.loads(json.dumps(messages_of(value)))
+        # half a character cannot be encoded
+        text = json.dumps(messages_of(value), ensure_ascii=False).encode("utf-8", "replace")
+        return json.loads(text)
     except (TypeError, ValueError, RecursionError) as e:
         raise TypeError(f"{what} {brief(value)}, which is not JSON: {e}") from None
 
@@ -470,9 +473,12 @@ def read_result(what: str, answer) -> Result:
     """What ChatAgent.run returned."""
     if not isinstance(answer, Result):
         return Result(number(answer, f"{what} the reward", MOST))
-    turns = answer.turn_rewards
-    if isinstance(turns, str | bytes | Mapping) or not isinstance(turns, Iterable):
-        raise TypeError(f"{what} the turn_rewards {brief(turns)}, which are no list")
+    try:
+        if isinstance(turns := answer.turn_rewards, str | bytes | Mapping):
+            raise TypeError
+        turns = list(turns)
+    except Exception:
+        raise TypeError(f"{what} the turn_rewards {brief(turns)}, which are no list") from None
     return Result(
         number(answer.reward, f"{what} the reward", MOST),
         [number(x, f"{what} turn_rewards[{i}]", MOST) for i, x in enumerate(turns)],
