@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_rollout import RUNNER, Remote, Scripted, pool
+from test_run import finish, metrics, start
 
 import agent as agents
 import estimator
@@ -890,3 +891,18 @@ def test_steps_that_were_left_out_are_told_and_batch_after_batch_of_them_ends_th
     with pytest.raises(train.Diverged, match="^1 batch"):
         train.check_taken(short, {"optim/skipped": 2.0}, 0, 1)
     assert Meter().local() == {}
+
+
+@pytest.mark.e2e
+def test_a_run_goes_on_whatever_its_agents_do(tmp_path):
+    """Of the four rollouts of each prompt one fails, in eight ways, one of them a thread that hangs; the others are trained."""
+    flags = ["--agent", "tests/faulty_agent.py", "--prompts", 4, "--samples", 4, "--steps", 2]
+    flags += ["--episode_timeout", 12, "--show_every", 0, "--out", tmp_path / "run"]
+    code, text = finish(start(*flags))
+    assert code == 0, text[-3000:]
+    assert "a rollout failed; the first traceback:" in text and "faulty_agent.py" in text
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["rollouts/failed"] >= 4 and row["optim/skipped"] == 0 for row in rows)
+    assert all(row["rollouts/finished"] + row["rollouts/failed"] == 16 for row in rows)
+    assert all(math.isfinite(row["loss/policy"]) for row in rows)
