@@ -67,10 +67,13 @@ class Task:
 
 @dataclass
 class Result:
-    """What a rollout earned. `reward` is the sum of the steps' rewards; named `rewards` and `info` go into the metrics.
+    """What a rollout earned. `reward` is the sum of the steps' rewards; named `rewards` and `info`
+    go into the metrics.
 
-    A reward is a finite number of at most 1e15 in size. A named reward that some rollouts of a batch lack counts in those that
-    have it alone. Texts in `info` are kept with the rollout (--save_rollouts), and left out of the metrics.
+    A reward is a finite number of at most 1e15 in size. A named reward that some rollouts of a
+    batch lack counts in those that
+    have it alone. Texts in `info` are kept with the rollout (--save_rollouts), and left out of the
+    metrics.
     """
 
     reward: float = 0.0
@@ -83,8 +86,10 @@ class Result:
 class Env:
     """A multi-turn environment. `reset` and `step` may be coroutines; one object plays one rollout.
 
-    A method `close`, if there is one, is called when the rollout is over, however it ended: by a limit, a fault or a time-out too.
-    Plain methods of one object are called in one thread, `__init__` too. Where that hangs, `close` is called in another one.
+    A method `close`, if there is one, is called when the rollout is over, however it ended: by a
+    limit, a fault or a time-out too.
+    Plain methods of one object are called in one thread, `__init__` too. Where that hangs, `close`
+    is called in another one.
     """
 
     def reset(self, task: Task) -> list[dict]:
@@ -96,7 +101,8 @@ class Env:
         """Answer one reply of the policy.
 
         Returns (observation, reward, done, info): the observation is a user message's text or a list of chat messages, the
-        reward a finite number that counts for this turn, info a dict of numbers and texts; info["rewards"] may name partial
+        reward a finite number that counts for this turn, info a dict of numbers and texts;
+        info["rewards"] may name partial
         rewards. Numbers of numpy and torch are numbers. What is awaitable is awaited.
         """
         raise NotImplementedError(f"{type(self).__name__}.step")
@@ -127,7 +133,8 @@ class Single(Env):
 
 
 class Fault(RuntimeError):
-    """What an agent did to its rollout, told with the agent's own file and line. It is text, since what an agent raises may not
+    """What an agent did to its rollout, told with the agent's own file and line. It is text, since
+    what an agent raises may not
     even survive a pickle."""
 
 
@@ -142,7 +149,8 @@ GRACE = 5.0  # seconds in which the agents' loop has to answer, and a cancelled 
 
 
 def own(frames: list) -> list:
-    """The frames that are of an agent or of what lies beside it, and not of libraries or of who calls it."""
+    """The frames that are of an agent or of what lies beside it, and not of libraries or of who
+    calls it."""
     callers = [str(Path(__file__).with_name(name)) for name in ("rollout.py", "server.py")]
     found = [
         f
@@ -153,7 +161,8 @@ def own(frames: list) -> list:
 
 
 def definition(method: Callable) -> list:
-    """Where a function or a class stands, as frames of a traceback: one, or none where nobody knows."""
+    """Where a function or a class stands, as frames of a traceback: one, or none where nobody
+    knows."""
     with contextlib.suppress(BaseException):
         method = inspect.unwrap(method)
         file, line = inspect.getsourcefile(method), inspect.getsourcelines(method)[1]
@@ -162,7 +171,8 @@ def definition(method: Callable) -> list:
 
 
 def told(e: BaseException, method: Callable | None = None) -> str:
-    """The traceback of what came out of an agent's `method`: its own frames, and of libraries the last one alone."""
+    """The traceback of what came out of an agent's `method`: its own frames, and of libraries the
+    last one alone."""
     if isinstance(e, Fault):
         return str(e)
     try:
@@ -192,7 +202,8 @@ def running(thread: threading.Thread) -> str:
 
 
 def outcome() -> concurrent.futures.Future:
-    """What a call of an agent comes to: (value, Fault or None). Who waits for it may leave, and it comes all the same."""
+    """What a call of an agent comes to: (value, Fault or None). Who waits for it may leave, and it
+    comes all the same."""
     done = concurrent.futures.Future()
     done.set_running_or_notify_cancel()
     return done
@@ -207,7 +218,8 @@ GUEST = contextvars.ContextVar("guest", default=None)  # of a task: the Guest wh
 
 
 class Loop:
-    """The event loop of all agents of a process, since they share clients, in a thread apart from whoever plays them: agents
+    """The event loop of all agents of a process, since they share clients, in a thread apart from
+    whoever plays them: agents
     block it, stop it and exit in it."""
 
     def __init__(self):
@@ -215,7 +227,8 @@ class Loop:
         self.waiting = {}  # Guests that it works for, each with the outcome that it waits for
 
     def renew(self, why: Held | None = None) -> None:
-        """Go on with another loop. Whoever waits for the one before is told why, and may begin anew."""
+        """Go on with another loop. Whoever waits for the one before is told why, and may begin
+        anew."""
         for done in list(self.waiting.values()):
             tell(done, fault=why)
         self.loop, self.waiting = asyncio.new_event_loop(), {}
@@ -233,7 +246,8 @@ class Loop:
     def work(loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         while not loop.is_closed():
-            # `stop`, or a SystemExit in a task, which its waiter is told as well, ends nothing for others
+            # `stop`, or a SystemExit in a task, which its waiter is told as well, ends nothing for
+            # others
             with contextlib.suppress(BaseException):
                 loop.run_forever()
 
@@ -263,7 +277,8 @@ LOOP = Loop()
 
 
 class Guest:
-    """The agent of one rollout, and the one place where its code is entered: what it raises comes out as a Fault, whoever waits
+    """The agent of one rollout, and the one place where its code is entered: what it raises comes
+    out as a Fault, whoever waits
     for it may leave at once, and it is closed in the end.
 
     Plain functions run in a thread of this rollout's own, coroutines on the agents' loop.
@@ -281,7 +296,8 @@ class Guest:
         )  # the outcome that was not waited for, and where the agent was
 
     async def call(self, method: Callable, *args, read=lambda answer: answer, loop=False) -> Any:
-        """What `method` gives: awaited where it can be, as the items of a tuple are, then given to `read`, which makes plain
+        """What `method` gives: awaited where it can be, as the items of a tuple are, then given to
+        `read`, which makes plain
         data of it. loop: call a plain function on the agents' loop too. Raises Fault."""
         self.method, later = method, []
 
@@ -353,7 +369,8 @@ class Guest:
         return shown(found or definition(self.method))
 
     async def held(self) -> None:
-        """After a time-out: raises Held where the agents' loop stands still and not in this agent's code."""
+        """After a time-out: raises Held where the agents' loop stands still and not in this
+        agent's code."""
         if not self.loop or not self.left or self.left.done():
             return
         loop, thread, pong = self.loop, self.thread, outcome()
@@ -366,9 +383,7 @@ class Guest:
         if task and task.guest is self:
             self.at = running(thread)  # perhaps in a task that it started
             return
-        why = Held(
-            f"the loop of all agents' coroutines was blocked by another rollout, in\n{running(thread)}"
-        )
+        why = Held(f"another rollout has blocked the loop of all agents, in\n{running(thread)}")
         if LOOP.loop is loop:
             LOOP.renew(why)
         raise why

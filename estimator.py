@@ -283,7 +283,8 @@ def gdpo(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     """Each named reward normalised as in `grpo`, their sum with cfg.reward_weights (empty: all 1), then divided by its
     unbiased std over the batch's rollouts + 1e-6. arXiv 2601.05242
 
-    The batch's mean is not subtracted: it is 0, as the mean of every group is, and its rounding would be no exact 0. A rollout
+    The batch's mean is not subtracted: it is 0, as the mean of every group is, and its rounding
+    would be no exact 0. A rollout
     that lacks a reward, where it is nan, is no part of that reward's group, and gets nothing of it.
     """
     alone = batch.groups.max() + 1 + torch.arange(len(batch.groups))  # [R], a group for each

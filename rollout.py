@@ -336,7 +336,8 @@ class Rollout:
 async def play(
     env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0
 ) -> Rollout:
-    """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call(method, *args, read)` as Guest.call."""
+    """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call(method, *args,
+    read)` as Guest.call."""
     name = type(env).__name__
     opening = await call(env.reset, task, read=partial(read_messages, f"{name}.reset returned"))
     trace = Trace(chat.opening(opening))
@@ -372,7 +373,8 @@ async def play(
     )
 
 
-# ---- what an agent returns, as plain data; each raises TypeError or ValueError that says what is wrong
+# ---- what an agent returns, as plain data; each raises TypeError or ValueError that says what is
+# wrong
 
 MOST = 1e15  # of a reward's size: the squares of so many as a batch has still add up in float32
 TAKEN = {"mean", "std", "groups_equal", "overlong"}  # metrics reward/…, which no named reward is
@@ -457,7 +459,8 @@ def read_rewards(what: str, rewards) -> dict[str, float]:
 
 
 def read_step(what: str, answer) -> tuple[list[dict] | None, Result]:
-    """(messages of the observation, None where the episode is done; what the step earned) of what Env.step returned."""
+    """(messages of the observation, None where the episode is done; what the step earned) of what
+    Env.step returned."""
     if not isinstance(answer, tuple | list) or len(answer) != 4:
         raise TypeError(f"{what} {brief(answer)}, which is not (observation, reward, done, info)")
     observation, reward, done, info = answer
@@ -631,7 +634,8 @@ class Runner:
                     f"{late}, at\n{guest.at}" if guest.at else f"{late} with the engine's replies"
                 )
             out = Rollout(group_id, rollout_id, error=error, counts=rerun)
-        finally:  # in a task, so that an agent is closed also where this one is cancelled and waits no more
+        finally:
+            # in a task: an agent is closed also where this one is cancelled, and waits no more
             self.closing.add(closing := asyncio.create_task(guest.close()))
             closing.add_done_callback(self.closing.discard)
         if fault := await asyncio.shield(closing):

@@ -951,7 +951,8 @@ def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
 
 
 def take(cfg: Config, learner: Learner, lost: torch.Tensor) -> float:
-    """An optimizer step on gradients clipped to --max_grad_norm; returns their norm before. Where that is not finite, or the loss of
+    """An optimizer step on gradients clipped to --max_grad_norm; returns their norm before. Where
+    that is not finite, or the loss of
     a rank, whose `lost` is then nan and not 0, the step is left out, and the answer is nan."""
     norm = clip_gradients(cfg, learner.replay, learner.mesh)
     dist.all_reduce(lost)
@@ -1068,13 +1069,14 @@ def sample_trial(cfg: Config, engines: list, ids: list[int]) -> list[Segment]:
 WHY = {  # why rollouts have no row to train on: the metric that counts them, and what to do
     "rollouts/too_long": "had a prompt longer than --max_context {max_context}: raise it",
     "rollouts/no_request": "made no request: let the agent sample through task.base_url",
-    "rollouts/constrained": "were kept to a schema or a call: --constrained free trains such replies",
+    "rollouts/constrained": "were kept to a schema or a call: --constrained free trains them",
     "rollouts/unread": "read none of their replies: let the agent wait for them",
 }
 
 
 def check_rows(cfg: Config, batch: dict, step: int) -> None:
-    """Raise BadInput where nothing of a batch can be trained: the next ones would not be better, and the fix is the user's."""
+    """Raise BadInput where nothing of a batch can be trained: the next ones would not be better,
+    and the fix is the user's."""
     if not any(row["trained"] for row in batch["rows"]):
         rollouts, counts = len(batch["rollouts"]), batch["counts"]
         why = [
@@ -1425,7 +1427,8 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
 
 
 def check_taken(r: Run, learnt: dict[str, float], taken: int, step: int) -> None:
-    """Tell of optimizer steps that were left out. Raises Diverged where batch after batch none was taken."""
+    """Tell of optimizer steps that were left out. Raises Diverged where batch after batch none was
+    taken."""
     for name in ("optim/skipped", "optim/critic_skipped"):
         if n := learnt.get(name):
             left = f"step {step}: {n:.0f} optimizer steps were left out ({name})"
@@ -1435,7 +1438,7 @@ def check_taken(r: Run, learnt: dict[str, float], taken: int, step: int) -> None
     if r.lost == min(LOST, r.cfg.steps):
         batches = f"{r.lost} batches, one after the other, were not learnt from (optim/skipped)"
         raise Diverged(
-            f"{batches}: their loss or gradient was not finite. Lower --lr {r.cfg.lr:g}, or look at the rewards"
+            f"{batches}: loss or gradient was not finite. Lower --lr {r.cfg.lr:g}"
         )
 
 

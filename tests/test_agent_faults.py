@@ -1,4 +1,5 @@
-"""Whatever an agent does costs its own rollout, and is told with its file and line: by the real Runner with a scripted engine."""
+"""Whatever an agent does costs its own rollout, and is told with its file and line: by the real
+Runner with a scripted engine."""
 
 import asyncio
 import copy
@@ -47,7 +48,8 @@ def quick(monkeypatch):
 
 
 def playing(runner, *kinds):
-    """A rollout of each kind of agent, all at once, which end in time, each as it comes back from a Ray actor."""
+    """A rollout of each kind of agent, all at once, which end in time, each as it comes back from
+    a Ray actor."""
 
     async def all_of_them():
         runner.lines = [rollout.Line(Remote(Scripted()))]  # its queues are of one event loop
@@ -145,7 +147,8 @@ WAYS = {  # how user code may be left, and the word that has to be told
 
 
 def leaving(way):
-    """Agents that are left this way in each of their methods, sync and async, and in what they wait for."""
+    """Agents that are left this way in each of their methods, sync and async, and in what they
+    wait for."""
 
     async def later(*_):
         await asyncio.sleep(0)
@@ -603,19 +606,24 @@ endless.append(endless)
 ODD = [
     None, True, 0, -1, 3.5, 10**400, math.nan, math.inf, -math.inf, 1e15, 1.1e15, 1e160, 1e-320,
     "", "text", "half \ud83d", Word("w"), Amount(0.5), b"1", bytearray(b"1"), 1j, [], [1.0], [[]],
-    endless, {}, {"a": 1}, {1: 2}, {"a": None}, {"a": {"b": [math.nan]}}, {"mean": 1.0}, (), (1, 2), {1},
+    endless, {}, {"a": 1}, {1: 2}, {"a": None}, {"a": {"b": [math.nan]}}, {"mean": 1.0}, (),
+    (1, 2), {1},
     np.float32(1.5), np.int64(3), np.bool_(True), np.array(2.0), np.array([1.0]), np.zeros(3),
-    np.str_("s"), np.datetime64("2023-05-01"), np.float64("nan"), torch.tensor(1.5), torch.tensor(True),
+    np.str_("s"), np.datetime64("2023-05-01"), np.float64("nan"), torch.tensor(1.5),
+    torch.tensor(True),
     torch.zeros(2), torch.tensor(math.inf), torch.tensor(1.0, requires_grad=True),
     fractions.Fraction(1, 2), object(), int, len, Ellipsis, iter([1]), range(3),
-    [{"role": "user", "content": "hi"}], [{"role": "user"}], [{}], [None], [{"role": "user", "content": object()}],
+    [{"role": "user", "content": "hi"}], [{"role": "user"}], [{}], [None],
+    [{"role": "user", "content": object()}],
     Odd(__float__=refuses), Odd(__bool__=refuses), Odd(__repr__=refuses), Odd(__iter__=refuses),
-    Odd(__len__=refuses, __getitem__=refuses), Odd(__float__=lambda self: "no"), Odd(__eq__=refuses, __hash__=refuses),
+    Odd(__len__=refuses, __getitem__=refuses), Odd(__float__=lambda self: "no"),
+    Odd(__eq__=refuses, __hash__=refuses),
 ]  # fmt: skip
 
 
 def value(seed):
-    """One of the above, or one made of them, by a number: hypothesis shows what it draws, and some of these cannot be shown."""
+    """One of the above, or one made of them, by a number: hypothesis shows what it draws, and some
+    of these cannot be shown."""
     if seed < len(ODD):
         return ODD[seed]
     draw = random.Random(seed)
@@ -639,7 +647,8 @@ few = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthC
 
 
 def check(out, name):
-    """Failed by name with file and line, or plain data that metrics and files take; both come back from a Ray actor."""
+    """Failed by name with file and line, or plain data that metrics and files take; both come back
+    from a Ray actor."""
     out = pickle.loads(pickle.dumps(out))
     if out.error:
         assert f'{HERE}", line' in out.error and "--episode_timeout" not in out.error, out.error
@@ -895,7 +904,8 @@ def test_steps_that_were_left_out_are_told_and_batch_after_batch_of_them_ends_th
 
 @pytest.mark.e2e
 def test_a_run_goes_on_whatever_its_agents_do(tmp_path):
-    """Of the four rollouts of each prompt one fails, in eight ways, one of them a thread that hangs; the others are trained."""
+    """Of the four rollouts of each prompt one fails, in eight ways, one of them a thread that
+    hangs; the others are trained."""
     flags = ["--agent", "tests/faulty_agent.py", "--prompts", 4, "--samples", 4, "--steps", 2]
     flags += ["--episode_timeout", 12, "--show_every", 0, "--out", tmp_path / "run"]
     code, text = finish(start(*flags))
