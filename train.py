@@ -1437,9 +1437,7 @@ def check_taken(r: Run, learnt: dict[str, float], taken: int, step: int) -> None
     r.lost = r.lost + 1 if learnt.get("optim/skipped") and not taken else 0
     if r.lost == min(LOST, r.cfg.steps):
         batches = f"{r.lost} batches, one after the other, were not learnt from (optim/skipped)"
-        raise Diverged(
-            f"{batches}: loss or gradient was not finite. Lower --lr {r.cfg.lr:g}"
-        )
+        raise Diverged(f"{batches}: loss or gradient was not finite. Lower --lr {r.cfg.lr:g}")
 
 
 def times(r: Run, tokens: int) -> dict[str, float]:
