@@ -15,15 +15,23 @@ that an agent can be tried by hand:
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
+import queue
 import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
+import traceback
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections import defaultdict
 from collections.abc import Callable
@@ -64,17 +72,30 @@ class Task:
 
 @dataclass
 class Result:
-    """What a rollout earned. `reward` is the sum of the steps' rewards; named `rewards` and `info` go into the metrics."""
+    """What a rollout earned. `reward` is the sum of the steps' rewards; named `rewards` and `info`
+    go into the metrics.
+
+    A reward is a finite number of at most 1e15 in size. A named reward that some rollouts of a
+    batch lack counts in those that
+    have it alone. Texts in `info` are kept with the rollout (--save_rollouts), and left out of the
+    metrics.
+    """
 
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
-    info: dict[str, float] = field(default_factory=dict)
+    info: dict[str, float | str] = field(default_factory=dict)
     truncated: bool = False  # ended by a limit (turns, context, tokens) and not by the agent
 
 
 class Env:
-    """A multi-turn environment. `reset` and `step` may be coroutines; one object plays one rollout."""
+    """A multi-turn environment. `reset` and `step` may be coroutines; one object plays one rollout.
+
+    A method `close`, if there is one, is called when the rollout is over, however it ended: by a
+    limit, a fault or a time-out too.
+    Plain methods of one object are called in one thread, `__init__` too. Where that hangs, `close`
+    is called in another one.
+    """
 
     def reset(self, task: Task) -> list[dict]:
         """Start an episode and return the first chat messages."""
@@ -85,14 +106,16 @@ class Env:
         """Answer one reply of the policy.
 
         Returns (observation, reward, done, info): the observation is a user message's text or a list of chat messages, the
-        reward a finite number that counts for this turn, info a dict of numbers; info["rewards"] may name partial rewards.
+        reward a finite number that counts for this turn, info a dict of numbers and texts;
+        info["rewards"] may name partial
+        rewards. Numbers of numpy and torch are numbers. What is awaitable is awaited.
         """
         raise NotImplementedError(f"{type(self).__name__}.step")
 
 
 class ChatAgent:
     """An agent that is an ordinary program: whatever it samples through `task.base_url` is captured and trained. One object
-    plays one rollout."""
+    plays one rollout, and may have a `close`, as an Env."""
 
     async def run(self, task: Task) -> Result | float:
         """Do the task and return what it earned. May be a plain function: it then runs in a thread."""
@@ -112,6 +135,290 @@ class Single(Env):
             True,
             {},
         )
+
+
+class Fault(RuntimeError):
+    """What an agent did to its rollout, told with the agent's own file and line. It is text, since
+    what an agent raises may not
+    even survive a pickle."""
+
+
+class Held(Fault):
+    """Another rollout's coroutine has blocked the loop that they share: no fault of this one."""
+
+
+OURS = {"entered", "settled", "witness", "work"}  # functions below, through which agents are called
+LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+CLOSING = 60.0  # seconds in which an agent has to close when its rollout is over
+GRACE = 5.0  # seconds in which the agents' loop has to answer, and a cancelled coroutine to end
+
+
+def own(frames: list) -> list:
+    """The frames that are of an agent or of what lies beside it, and not of libraries or of who
+    calls it."""
+    callers = [str(Path(__file__).with_name(name)) for name in ("rollout.py", "server.py")]
+    found = [
+        f
+        for f in frames
+        if not f.filename.startswith((*LIBRARIES, "<frozen", "<template>", *callers))
+    ]
+    return [f for f in found if f.filename != __file__ or f.name not in OURS]
+
+
+def definition(method: Callable) -> list:
+    """Where a function or a class stands, as frames of a traceback: one, or none where nobody
+    knows."""
+    with contextlib.suppress(BaseException):
+        method = inspect.unwrap(method)
+        file, line = inspect.getsourcefile(method), inspect.getsourcelines(method)[1]
+        return [traceback.FrameSummary(file, max(1, line), method.__name__)]
+    return []
+
+
+def told(e: BaseException, method: Callable | None = None) -> str:
+    """The traceback of what came out of an agent's `method`: its own frames, and of libraries the
+    last one alone."""
+    if isinstance(e, Fault):
+        return str(e)
+    try:
+        parts = [whole := traceback.TracebackException.from_exception(e, compact=True)]
+        for part in parts:
+            mine = own(part.stack)
+            part.stack[:] = mine + [f for f in part.stack[-1:] if mine and f is not mine[-1]]
+            parts += filter(None, (part.__cause__, part.__context__, *(part.exceptions or ())))
+        if not any(part.stack for part in parts):
+            whole.stack[:] = definition(method)
+        text = "".join(whole.format())
+    except BaseException:  # whatever an exception's own methods do
+        text = f"{shown(definition(method))}{type(e).__name__}, which cannot be shown"
+    text = text if len(text) < 10_000 else f"{text[:5000]}\n...\n{text[-5000:]}"
+    return text.encode("utf-8", "replace").decode()  # half a character cannot be printed
+
+
+def shown(frames: list) -> str:
+    return "".join(traceback.StackSummary.from_list(frames).format())
+
+
+def running(thread: threading.Thread) -> str:
+    """Where an agent is in this thread now, as lines of a traceback."""
+    frame = sys._current_frames().get(thread.ident)
+    frames = [*traceback.walk_stack(frame)][::-1] if frame else []
+    return shown(own(traceback.StackSummary.extract(iter(frames))))
+
+
+def outcome() -> concurrent.futures.Future:
+    """What a call of an agent comes to: (value, Fault or None). Who waits for it may leave, and it
+    comes all the same."""
+    done = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()
+    return done
+
+
+def tell(done: concurrent.futures.Future, value: Any = None, fault: Fault | None = None) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was told already
+        done.set_result((value, fault))
+
+
+GUEST = contextvars.ContextVar("guest", default=None)  # of a task: the Guest whose code it runs
+
+
+class Loop:
+    """The event loop of all agents of a process, since they share clients, in a thread apart from
+    whoever plays them: agents
+    block it, stop it and exit in it."""
+
+    def __init__(self):
+        self.loop = self.thread = None
+        self.waiting = {}  # Guests that it works for, each with the outcome that it waits for
+
+    def renew(self, why: Held | None = None) -> None:
+        """Go on with another loop. Whoever waits for the one before is told why, and may begin
+        anew."""
+        for done in list(self.waiting.values()):
+            tell(done, fault=why)
+        self.loop, self.waiting = asyncio.new_event_loop(), {}
+        self.loop.set_task_factory(self.create)
+        self.thread = threading.Thread(target=self.work, args=[self.loop], daemon=True)
+        self.thread.start()
+
+    @staticmethod
+    def create(loop, coroutine, **how) -> asyncio.Task:
+        task = asyncio.Task(coroutine, loop=loop, **how)
+        task.guest = GUEST.get()  # what an agent's task starts is the agent's too
+        return task
+
+    @staticmethod
+    def work(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        while not loop.is_closed():
+            # `stop`, or a SystemExit in a task, which its waiter is told as well, ends nothing for
+            # others
+            with contextlib.suppress(BaseException):
+                loop.run_forever()
+
+    def start(self, guest: "Guest", entered: Callable) -> concurrent.futures.Future:
+        """Begin a coroutine of a guest."""
+        if not self.loop or self.loop.is_closed():
+            self.renew()
+        loop, method = self.loop, guest.method
+        guest.loop, guest.thread = loop, self.thread
+        self.waiting[guest] = done = outcome()
+
+        async def witness() -> None:
+            try:
+                tell(done, await entered())
+            except BaseException as e:
+                tell(done, fault=Fault(told(e, method)))
+
+        def begin() -> None:
+            GUEST.set(guest)
+            guest.task = loop.create_task(witness())
+
+        loop.call_soon_threadsafe(begin, context=contextvars.copy_context())
+        return done
+
+
+LOOP = Loop()
+
+
+class Guest:
+    """The agent of one rollout, and the one place where its code is entered: what it raises comes
+    out as a Fault, whoever waits
+    for it may leave at once, and it is closed in the end.
+
+    Plain functions run in a thread of this rollout's own, coroutines on the agents' loop.
+    """
+
+    def __init__(self):
+        self.agent = self.method = None
+        self.jobs = self.own = self.last = None  # its own thread, and the last outcome there
+        self.thread = self.loop = self.task = (
+            None  # where it was entered last, in a coroutine or not
+        )
+        self.left, self.at = (
+            None,
+            "",
+        )  # the outcome that was not waited for, and where the agent was
+
+    async def call(self, method: Callable, *args, read=lambda answer: answer, loop=False) -> Any:
+        """What `method` gives: awaited where it can be, as the items of a tuple are, then given to
+        `read`, which makes plain
+        data of it. loop: call a plain function on the agents' loop too. Raises Fault."""
+        self.method, later = method, []
+
+        def entered():
+            answer = method(*args)
+            parts = answer if isinstance(answer, tuple) else [answer]
+            if any(map(inspect.isawaitable, parts)):
+                return later.append(answer)
+            return read(answer)
+
+        async def settled():
+            answer = later.pop() if later else method(*args)
+            while inspect.isawaitable(answer):
+                answer = await answer
+            if isinstance(answer, tuple):
+                answer = tuple([await x if inspect.isawaitable(x) else x for x in answer])
+            return read(answer)
+
+        if not loop and not inspect.iscoroutinefunction(method):
+            answer = await self.wait(self.start(entered))
+            if not later:
+                return answer
+        return await self.wait(LOOP.start(self, settled))
+
+    def start(self, entered: Callable) -> concurrent.futures.Future:
+        """Run a plain function in this rollout's thread, or where that hangs in another one."""
+        if not self.jobs or not self.last.done():
+            self.end()
+            self.jobs = queue.SimpleQueue()
+            self.own = threading.Thread(target=self.work, args=[self.jobs], daemon=True)
+            self.own.start()
+        self.thread, self.loop, self.last = self.own, None, outcome()
+        self.jobs.put((self.last, entered, self.method))
+        return self.last
+
+    @staticmethod
+    def work(jobs: queue.SimpleQueue) -> None:
+        for done, entered, method in iter(jobs.get, None):
+            try:
+                tell(done, entered())
+            except BaseException as e:
+                tell(done, fault=Fault(told(e, method)))
+
+    async def wait(self, done: concurrent.futures.Future) -> Any:
+        try:
+            value, fault = await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            self.left, self.at = done, self.where()
+            if self.loop:
+                with contextlib.suppress(RuntimeError):  # it was closed
+                    self.loop.call_soon_threadsafe(lambda: self.task.cancel())
+            raise
+        finally:
+            LOOP.waiting.pop(self, None)
+        if fault:
+            raise fault
+        return value
+
+    def where(self) -> str:
+        """Where the agent is now, as lines of a traceback."""
+        frames, at = [], self.task.get_coro() if self.loop and self.task else None
+        if at is None or at.cr_running:
+            return running(self.thread) or shown(definition(self.method))
+        while at is not None:
+            frame = getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None)
+            frames += [(frame, frame.f_lineno)] if frame else []
+            at = getattr(at, "cr_await", None) or getattr(at, "gi_yieldfrom", None)
+        found = own(traceback.StackSummary.extract(iter(frames)))
+        return shown(found or definition(self.method))
+
+    async def held(self) -> None:
+        """After a time-out: raises Held where the agents' loop stands still and not in this
+        agent's code."""
+        if not self.loop or not self.left or self.left.done():
+            return
+        loop, thread, pong = self.loop, self.thread, outcome()
+        with contextlib.suppress(RuntimeError):  # it was closed
+            loop.call_soon_threadsafe(tell, pong)
+        await asyncio.wait([asyncio.wrap_future(pong)], timeout=GRACE)
+        task = asyncio.current_task(loop)
+        if pong.done():
+            return
+        if task and task.guest is self:
+            self.at = running(thread)  # perhaps in a task that it started
+            return
+        why = Held(f"another rollout has blocked the loop of all agents, in\n{running(thread)}")
+        if LOOP.loop is loop:
+            LOOP.renew(why)
+        raise why
+
+    async def close(self) -> str:
+        """Call the agent's `close`, if it has one. Returns what went wrong there, in good time."""
+        try:
+            if self.left and self.loop:  # cancelled: what it does in the end comes first
+                await asyncio.wait([asyncio.wrap_future(self.left)], timeout=GRACE)
+            async with asyncio.timeout(CLOSING):
+                if callable(close := getattr(self.agent, "close", None)):
+                    await self.call(close)
+        except TimeoutError:
+            return f"its close did not end within {CLOSING:g} s:\n{self.at}"
+        except BaseException as e:
+            return told(e)
+        finally:
+            self.end()
+        return ""
+
+    def end(self) -> None:
+        """The thread ends when what it does has ended."""
+        if self.jobs:
+            self.jobs.put(None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.end()
 
 
 def bound(group: int) -> subprocess.Popen:
@@ -166,7 +473,8 @@ class CommandAgent(ChatAgent):
                 raise RuntimeError(
                     f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}"
                 )
-            return await asyncio.to_thread(self.reward, prompt, task.label, output, folder)
+            with Guest() as grader:  # in a thread, since it may take long
+                return await grader.call(self.reward, prompt, task.label, output, folder)
 
 
 @dataclass

@@ -45,7 +45,8 @@ class Batch:
     values: torch.Tensor | None = (
         None  # [B, T], the critic's before the update: V_t of the state before token t
     )
-    named_rewards: torch.Tensor | None = None  # [R, K] float64, for gdpo
+    # [R, K] float64, for gdpo; nan where a rollout lacks one
+    named_rewards: torch.Tensor | None = None
     truncated: torch.Tensor | None = None  # [R] bool, for cfg.bootstrap_truncated
 
     @cached_property
@@ -282,12 +283,16 @@ def gdpo(batch: Batch, cfg) -> tuple[torch.Tensor, dict]:
     """Each named reward normalised as in `grpo`, their sum with cfg.reward_weights (empty: all 1), then divided by its
     unbiased std over the batch's rollouts + 1e-6. arXiv 2601.05242
 
-    The batch's mean is not subtracted: it is 0, as the mean of every group is, and its rounding would be no exact 0.
+    The batch's mean is not subtracted: it is 0, as the mean of every group is, and its rounding
+    would be no exact 0. A rollout
+    that lacks a reward, where it is nan, is no part of that reward's group, and gets nothing of it.
     """
+    alone = batch.groups.max() + 1 + torch.arange(len(batch.groups))  # [R], a group for each
     weights = cfg.reward_weights or [1.0] * batch.named_rewards.shape[1]
     total = torch.zeros_like(batch.rewards, dtype=torch.float64)  # [R]
     for weight, rewards in zip(weights, batch.named_rewards.T, strict=True):
-        centred, std, _ = centre(replace(batch, rewards=rewards))
+        groups = torch.where(rewards.isnan(), alone, batch.groups)  # [R]
+        centred, std, _ = centre(replace(batch, rewards=rewards.nan_to_num(), groups=groups))
         total += weight * centred / (std + 1e-6)
     std = (total.square().sum() / max(1, len(total) - 1)).sqrt()
     return finish(spread(total / (std + 1e-6), batch), batch)

@@ -9,19 +9,20 @@ imports vllm, and a Runner's whose model has parsers. Nothing here knows of loss
 """
 
 import asyncio
+import copy
 import inspect
 import itertools
 import json
 import math
 import os
 import re
+import reprlib
 import time
-import traceback
 import uuid
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agent import (
     BadInput,
     ChatAgent,
+    Fault,
+    Guest,
+    Held,
     Reply,
     Result,
     Segment,
@@ -43,6 +47,7 @@ from agent import (
     digest,
     load_agent,
     read_batch,
+    told,
     write_batch,
 )
 from estimator import keeps
@@ -52,6 +57,7 @@ DEATHS, RUNNER_DEATHS = (
     5,
     20,
 )  # of Engines during one batch, of Runners during one group, before the run ends
+HOLDS = 3  # tries of a rollout whose agents' loop another one blocks
 PLACE_TIMEOUT = 60  # seconds in which a cluster has to have room for all actors
 
 
@@ -334,8 +340,11 @@ KNOWN = "result", "seconds", "replies", "other_ids", "counts"  # of a Rollout, i
 async def play(
     env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0
 ) -> Rollout:
-    """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call` awaits a sync or async method."""
-    trace = Trace(chat.opening(list(await call(env.reset, task))))
+    """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call(method, *args,
+    read)` as Guest.call."""
+    name = type(env).__name__
+    opening = await call(env.reset, task, read=partial(read_messages, f"{name}.reset returned"))
+    trace = Trace(chat.opening(opening))
     result, other_ids = Result(truncated=True), 0  # by a limit, unless the agent ends it
     for _ in range(cfg.max_turns):
         room = cfg.max_context - len(trace)
@@ -344,30 +353,146 @@ async def play(
         reply = await generate(trace.tokens, min(cfg.max_tokens, room), trace.known())
         trace.reply(reply)
         other_ids += chat.encode(chat.tokenizer.decode(reply.tokens)) != reply.tokens.tolist()
-        observation, reward, done, info = await call(env.step, chat.text(reply.tokens))
-        result.turn_rewards.append(number(reward, f"{type(env).__name__}.step returned the reward"))
-        result.info.update(
-            {k: number(v, f"info[{k!r}] is") for k, v in info.items() if k != "rewards"}
-        )
-        result.rewards.update(info.get("rewards", {}))
-        if done:
+        step = partial(read_step, f"{name}.step returned")
+        observation, earned = await call(env.step, chat.text(reply.tokens), read=step)
+        result.turn_rewards += earned.turn_rewards
+        result.info |= earned.info
+        result.rewards |= earned.rewards
+        if observation is None:
             result.truncated = False
             break
-        trace.context(chat.following(messages_of(observation), trace.tokens[-1])[0])
-    result.reward = sum(result.turn_rewards)
+        trace.context(chat.following(observation, trace.tokens[-1])[0])
+    result.reward = number(
+        sum(result.turn_rewards), f"{name}.step returned rewards of the sum", MOST
+    )
     segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
     return Rollout(
-        group_id, rollout_id, result, segments, replies=len(trace.replies), other_ids=other_ids
+        group_id,
+        rollout_id,
+        result,
+        segments,
+        replies=len(trace.replies),
+        other_ids=other_ids,
+        counts={} if segments else {"rollouts/too_long": 1},
     )
 
 
-def number(value, what: str) -> float:
-    """`value` as a finite float; raises TypeError or ValueError that says `what` is wrong."""
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(f"{what} {value!r}, which is no number")
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"{what} {value}, which is not finite")
-    return value
+# ---- what an agent returns, as plain data; each raises TypeError or ValueError that says what is
+# wrong
+
+MOST = 1e15  # of a reward's size: the squares of so many as a batch has still add up in float32
+TAKEN = {"mean", "std", "groups_equal", "overlong"}  # metrics reward/…, which no named reward is
+
+
+def number(value, what: str, most: float = math.inf) -> float:
+    """`value` as a finite float of at most `most` in size."""
+    try:
+        several = getattr(value, "ndim", 0) or isinstance(value, np.complexfloating)
+        if several or isinstance(value, str) or not hasattr(value, "__float__"):
+            raise TypeError
+        found = float(value)
+    except OverflowError:  # of a whole number
+        found = math.inf
+    except Exception:
+        raise TypeError(f"{what} {brief(value)}, which is no number") from None
+    if not math.isfinite(found):
+        raise ValueError(f"{what} {found}, which is not finite")
+    if abs(found) > most:
+        raise ValueError(f"{what} {found:g}, which is not between -{most:g} and {most:g}")
+    return found
+
+
+def brief(value) -> str:
+    """`value` as a short text, whatever its own methods do."""
+    try:
+        return reprlib.repr(value)
+    except BaseException:
+        return f"a {type(value).__name__}"
+
+
+def truth(value, what: str) -> bool:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return bool(value)
+    except Exception:  # as of an array with several entries
+        raise TypeError(f"{what} {brief(value)}, which is neither true nor false") from None
+
+
+def named(values, what: str) -> dict:
+    """A dict with texts as names."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{what} {brief(values)}, which is no dict")
+    if wrong := [name for name in values if not isinstance(name, str)]:
+        raise TypeError(f"{what} a dict with the name {brief(wrong[0])}, which is no text")
+    return {str.__str__(name): values[name] for name in values}
+
+
+def read_messages(what: str, value) -> list[dict]:
+    """Chat messages, or the text of the user's."""
+    texts = isinstance(value, str)
+    if not texts and not (
+        isinstance(value, list | tuple) and all(isinstance(m, dict) for m in value)
+    ):
+        wrong = "which is neither a text nor a list of chat messages"
+        raise TypeError(f"{what} {brief(value)}, {wrong}")
+    if not value and not texts:
+        raise ValueError(f"{what} no message")
+    try:
+        # half a character cannot be encoded
+        text = json.dumps(messages_of(value), ensure_ascii=False).encode("utf-8", "replace")
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise TypeError(f"{what} {brief(value)}, which is not JSON: {e}") from None
+
+
+def read_info(what: str, info) -> dict[str, float | str]:
+    """Numbers for the metrics, and texts."""
+    return {
+        name: str.__str__(x) if isinstance(x, str) else number(x, f"{what} info[{name!r}]")
+        for name, x in named(info, f"{what} the info").items()
+    }
+
+
+def read_rewards(what: str, rewards) -> dict[str, float]:
+    """Named rewards."""
+    found = named(rewards, f"{what} the rewards")
+    if taken := TAKEN & set(found):
+        raise ValueError(f"{what} a reward named {min(taken)!r}, as a metric is: rename it")
+    return {name: number(x, f"{what} rewards[{name!r}]", MOST) for name, x in found.items()}
+
+
+def read_step(what: str, answer) -> tuple[list[dict] | None, Result]:
+    """(messages of the observation, None where the episode is done; what the step earned) of what
+    Env.step returned."""
+    if not isinstance(answer, tuple | list) or len(answer) != 4:
+        raise TypeError(f"{what} {brief(answer)}, which is not (observation, reward, done, info)")
+    observation, reward, done, info = answer
+    reward, info = number(reward, f"{what} the reward", MOST), named(info, f"{what} the info")
+    rewards = read_rewards(what, info.pop("rewards", {}))
+    earned = Result(reward, [reward], rewards, read_info(what, info))
+    if truth(done, f"{what} done as"):
+        return None, earned
+    return read_messages(f"{what} the observation", observation), earned
+
+
+def read_result(what: str, answer) -> Result:
+    """What ChatAgent.run returned."""
+    if not isinstance(answer, Result):
+        return Result(number(answer, f"{what} the reward", MOST))
+    try:
+        if isinstance(turns := answer.turn_rewards, str | bytes | Mapping):
+            raise TypeError
+        turns = list(turns)
+    except Exception:
+        raise TypeError(f"{what} the turn_rewards {brief(turns)}, which are no list") from None
+    return Result(
+        number(answer.reward, f"{what} the reward", MOST),
+        [number(x, f"{what} turn_rewards[{i}]", MOST) for i, x in enumerate(turns)],
+        read_rewards(what, answer.rewards),
+        read_info(what, answer.info),
+        truth(answer.truncated, f"{what} truncated as"),
+    )
 
 
 class Line:
@@ -442,13 +567,9 @@ class Runner:
         self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
         self.agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
         self.server = Server(os.path.basename(cfg.model), cfg.server_host, cfg.linger)
+        self.calls = itertools.count()
         self.parse = self.grammar = None  # made when the first ChatAgent needs them
-        self.threads = ThreadPoolExecutor(256)  # a hung tool blocks its own episode only
-
-    async def call(self, method, *args):
-        if inspect.iscoroutinefunction(method):
-            return await method(*args)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
+        self.closing = set()  # agents that close though nobody waits for them
 
     async def rollouts(
         self, tasks: list[Task], group_id: int, ids: list[int], *how
@@ -462,17 +583,28 @@ class Runner:
         self, task: Task, group_id: int, rollout_id: int, attempt: int, temperature=None
     ) -> Rollout:
         """Play one episode. A fault of the agent (it raises, is too slow, gives no number) comes back as `error`; an
-        EngineFault is raised."""
-        line, calls, start = (
-            self.lines[group_id % len(self.lines)],
-            itertools.count(),
-            time.perf_counter(),
-        )
+        EngineFault is raised. Where another agent has blocked the loop of all it begins anew."""
+        start, out = time.perf_counter(), Rollout(group_id, rollout_id)
+        for _ in range(HOLDS):
+            try:
+                out = await self.episode(task, group_id, rollout_id, attempt, temperature)
+                break
+            except Held as e:
+                out.error = str(e)
+        out.seconds = time.perf_counter() - start
+        return out
+
+    async def episode(
+        self, task: Task, group_id: int, rollout_id: int, attempt: int, temperature
+    ) -> Rollout:
+        """One try of `rollout`. Raises Held."""
+        line, guest, out = self.lines[group_id % len(self.lines)], Guest(), None
         limit, broken, rerun = asyncio.timeout(self.cfg.episode_timeout), [], Counter()
 
         async def generate(ids, max_tokens, known, stop=(), grammar=None):
             for again in itertools.count():
-                name = f"{line.name}.{rollout_id}.{attempt}.{next(calls)}"  # of this process: another may have died
+                # of this process: another may have died
+                name = f"{line.name}.{rollout_id}.{attempt}.{next(self.calls)}"
                 asked = time.perf_counter()
                 try:
                     return await line.generate(
@@ -487,29 +619,49 @@ class Runner:
                     raise
 
         try:
-            agent = self.agent()
-            if isinstance(agent, ChatAgent):
-                run = self.converse(agent, task, generate, group_id, rollout_id)
-            else:
-                run = play(
-                    agent, task, self.chat, generate, self.cfg, self.call, group_id, rollout_id
-                )
             async with limit:
-                out = await run
-        except Exception:
+                # its methods may change what they are given, which all rollouts of a group share
+                out = await self.play(guest, copy.deepcopy(task), generate, group_id, rollout_id)
+            out.counts = out.counts | rerun
+        except asyncio.CancelledError:
+            raise
+        except BaseException as e:
             if broken:
                 raise broken[0] from None
-            late = f"it passed --episode_timeout {self.cfg.episode_timeout} s"
-            out = Rollout(
-                group_id,
-                rollout_id,
-                error=late if limit.expired() else traceback.format_exc(limit=-4),
-            )
-        out.seconds, out.counts = time.perf_counter() - start, out.counts | rerun
+            if isinstance(e, Held):
+                raise
+            error = told(e, guest.method)
+            if limit.expired():
+                await guest.held()
+                late = f"it passed --episode_timeout {self.cfg.episode_timeout} s"
+                error = (
+                    f"{late}, at\n{guest.at}" if guest.at else f"{late} with the engine's replies"
+                )
+            out = Rollout(group_id, rollout_id, error=error, counts=rerun)
+        finally:
+            # in a task: an agent is closed also where this one is cancelled, and waits no more
+            self.closing.add(closing := asyncio.create_task(guest.close()))
+            closing.add_done_callback(self.closing.discard)
+        if fault := await asyncio.shield(closing):
+            out = Rollout(group_id, rollout_id, error=out.error or fault, counts=rerun)
         return out
 
+    async def play(
+        self, guest: Guest, task: Task, generate, group_id: int, rollout_id: int
+    ) -> Rollout:
+        """Make the agent, where its methods will run, and let it play."""
+        methods = [getattr(self.agent, name, None) for name in ("run", "reset", "step")]
+        agent = guest.agent = await guest.call(
+            self.agent, loop=any(map(inspect.iscoroutinefunction, methods))
+        )
+        if isinstance(agent, ChatAgent):
+            return await self.converse(guest, task, generate, group_id, rollout_id)
+        return await play(
+            agent, task, self.chat, generate, self.cfg, guest.call, group_id, rollout_id
+        )
+
     async def converse(
-        self, agent: ChatAgent, task: Task, generate, group_id: int, rollout_id: int
+        self, guest: Guest, task: Task, generate, group_id: int, rollout_id: int
     ) -> Rollout:
         """One rollout of a ChatAgent: it runs against the server, under a key of its own. What it raises is its fault, unless
         it had been told that a limit was reached."""
@@ -523,22 +675,31 @@ class Runner:
         task.api_key, task.model = self.server.open(forest), self.server.model
         host = self.server.host if self.server.host != "0.0.0.0" else ray.util.get_node_ip_address()
         task.base_url = f"http://{host}:{self.server.port}/r/{task.api_key}/v1"
+        read = partial(read_result, f"{type(guest.agent).__name__}.run returned")
         try:
-            result = await self.call(agent.run, task)
-        except Exception:
+            result = await guest.call(guest.agent.run, task, read=read)
+        except Fault:
             if not forest.truncated:
                 raise
             result = Result(truncated=True)
         finally:
             await self.server.close(task.api_key)
-        result = result if isinstance(result, Result) else Result(reward=result)
-        result.reward = number(result.reward, f"{type(agent).__name__}.run returned the reward")
         segments = forest.segments(result, group_id, rollout_id)
         sampled = [n.reply.tokens.tolist() for n in forest.nodes]
         other_ids = sum(self.chat.encode(self.chat.tokenizer.decode(ids)) != ids for ids in sampled)
+        counts = forest.counts | (Counter() if segments else Counter([rowless(forest)]))
         return Rollout(
-            group_id, rollout_id, result, segments, "", len(sampled), other_ids, dict(forest.counts)
+            group_id, rollout_id, result, segments, "", len(sampled), other_ids, dict(counts)
         )
+
+
+def rowless(forest: Forest) -> str:
+    """The metric that counts a rollout of a ChatAgent without a row, by its reason."""
+    if forest.counts["server/constrained"]:
+        return "rollouts/constrained"
+    if forest.truncated:
+        return "rollouts/too_long"
+    return "rollouts/unread" if forest.nodes else "rollouts/no_request"
 
 
 TOOL_PARSERS = {  # what a chat template holds -> vLLM's name; the first that fits
@@ -742,7 +903,8 @@ class Rollouts:
                 truncated=not found or any(s.truncated for s in found)
             )  # --max_context has cut replies off
             replies, rows = sum(len(s.replies) for s in found), [self.keep(s) for s in found]
-            return [Rollout(group.id, group.id, result, replies=replies, rows=rows)]
+            counts = {} if found else {"rollouts/too_long": 1}
+            return [Rollout(group.id, group.id, result, replies=replies, counts=counts, rows=rows)]
         ids = [group.id * cfg.samples + i for i in range(cfg.samples)]
         for attempt in range(2):
             tasks = self.tasks(row, [i * 2 + attempt for i in ids])

@@ -1176,7 +1176,7 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
     results = [r["result"] for r in batch["rollouts"]]
     rewards = torch.tensor([r.reward for r in results], dtype=torch.float64)  # [R]
     names = sorted({name for r in results for name in r.rewards})
-    named = [[r.rewards.get(name, 0.0) for name in names] for r in results]
+    named = [[r.rewards.get(name, math.nan) for name in names] for r in results]  # [R, K]
     rollouts = estimator.Batch(
         rollout=torch.cat([m.rollout for m in micros]).cpu(),
         rewards=estimator.clip_rewards(rewards, *cfg.reward_clip),
@@ -1194,6 +1194,9 @@ def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
         raise BadInput(
             "--estimator gdpo: the agent's Result.rewards are empty, and it learns from nothing else"
         )
+    if cfg.reward_weights and len(cfg.reward_weights) != len(names):
+        weights = " ".join(map(str, cfg.reward_weights))
+        raise BadInput(f"--reward_weights {weights}: the batch's named rewards are {names}")
     if cfg.kl_loss:  # then it is no part of the reward
         cfg = replace(cfg, kl_coef=0.0)
     advantages, metrics = ESTIMATORS[cfg.estimator](rollouts, cfg)
@@ -1295,6 +1298,19 @@ def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
     ).mean()
 
 
+def take(cfg: Config, learner: Learner, lost: torch.Tensor) -> float:
+    """An optimizer step on gradients clipped to --max_grad_norm; returns their norm before. Where
+    that is not finite, or the loss of
+    a rank, whose `lost` is then nan and not 0, the step is left out, and the answer is nan."""
+    norm = clip_gradients(cfg, learner.replay, learner.mesh)
+    dist.all_reduce(lost)
+    norm += float(lost)
+    if math.isfinite(norm):
+        learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    return norm
+
+
 def learn(
     cfg: Config,
     learner: Learner,
@@ -1324,6 +1340,7 @@ def learn(
         if replay.watched:
             load = torch.stack([m.load for m in part]).sum(0)  # [routers, E]
             dist.all_reduce(load)
+        lost = torch.zeros(())  # 0, unless a rank's loss is not finite
         for micro in part:
             compared = micro.on_version if micro.old_logprobs is None else None  # [B, T]
             with replay.experts(micro, compared):  # open through backward
@@ -1340,21 +1357,16 @@ def learn(
             mass = (
                 loss.counted(micro.weights, micro.mask, cfg.is_denominator) * each.double()
             ).sum() / float(total)
+            lost += own.detach().cpu() * 0
             meter.add(metrics | {title: (own.detach(), 0), f"loss/{name}mass": (mass, 0)})
         meter.add(dict.fromkeys((title, f"loss/{name}mass"), (0.0, 1 / world)))
         if gate:
             gate()
-        norm = clip_gradients(cfg, replay, learner.mesh)
-        if finite := math.isfinite(norm):
-            learner.optimizer.step()
-        learner.optimizer.zero_grad()
-        taken += finite
-        meter.add(
-            {
-                f"optim/{name}skipped": (not finite, 0),
-                f"optim/{name}grad_norm": norm if finite else 0.0,
-            }
-        )
+        norm = take(cfg, learner, lost)
+        taken += (finite := math.isfinite(norm))
+        # every rank says the same
+        skipped = {f"optim/{name}skipped": ((not finite) / world, 0)}
+        meter.add(skipped | {f"optim/{name}grad_norm": norm if finite else 0.0})
     return taken
 
 
@@ -1402,6 +1414,26 @@ def sample_trial(cfg: Config, engines: list, ids: list[int]) -> list[Segment]:
     return trial
 
 
+WHY = {  # why rollouts have no row to train on: the metric that counts them, and what to do
+    "rollouts/too_long": "had a prompt longer than --max_context {max_context}: raise it",
+    "rollouts/no_request": "made no request: let the agent sample through task.base_url",
+    "rollouts/constrained": "were kept to a schema or a call: --constrained free trains them",
+    "rollouts/unread": "read none of their replies: let the agent wait for them",
+}
+
+
+def check_rows(cfg: Config, batch: dict, step: int) -> None:
+    """Raise BadInput where nothing of a batch can be trained: the next ones would not be better,
+    and the fix is the user's."""
+    if not any(row["trained"] for row in batch["rows"]):
+        rollouts, counts = len(batch["rollouts"]), batch["counts"]
+        why = [
+            f"{counts[k]} {text.format(**vars(cfg))}" for k, text in WHY.items() if counts.get(k)
+        ]
+        found = f"step {step}: none of the {rollouts} rollouts has a token to train on"
+        raise BadInput("; ".join([found, *why]))
+
+
 def batch_metrics(batch: dict) -> dict[str, float]:
     """What rank 0 knows of a batch without its rows."""
     rollouts, rows = batch["rollouts"], batch["rows"]
@@ -1419,15 +1451,18 @@ def batch_metrics(batch: dict) -> dict[str, float]:
             }
         )
         played.add({"rollouts/turns": (replies, 1), "rollouts/seconds_max": r["seconds"]})
-        played.add({name: (value, 1) for name, value in result.info.items()}, "info/")
+        numbers = {k: (v, 1) for k, v in result.info.items() if not isinstance(v, str)}
+        played.add(numbers, "info/")
         played.add({name: (value, 1) for name, value in result.rewards.items()}, "reward/")
     equal = [np.ptp(rewards[groups == g]) == 0 for g in np.unique(groups)]
+    rowless = len(rollouts) - len({row["rollout"] for row in rows})
     found = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "reward/groups_equal": np.mean(equal),
     }
     found = {name: float(value) for name, value in found.items()} | {"segments/count": len(rows)}
+    found["rollouts/rowless"] = rowless
     found |= {"tokens/trained": trained, "tokens/context": sum(r["tokens"] for r in rows) - trained}
     return found | batch["counts"] | played.local()
 
@@ -1464,6 +1499,12 @@ def verdict(cfg: Config, console, m: dict[str, float]) -> None:
 
 # ---- the loop
 
+
+class Diverged(RuntimeError):
+    """The policy cannot be trained on: its losses or gradients are not finite."""
+
+
+LOST = 3  # batches, one after the other, without an optimizer step, before the run ends
 PROBE = "The quick brown fox jumps over the lazy dog. 0123456789 + - * / = ; def f(x): return x ** 2  # naïve café, 東京 🦊\n"
 
 
@@ -1487,6 +1528,7 @@ class Run:
     probe: list[int] = field(default_factory=list)  # ids of its text
     seen: Meter = field(default_factory=Meter)  # what the last probe showed, for the next batch
     stopped: float = 0.0  # when a signal came
+    lost: int = 0  # batches of which all optimizer steps were left out, up to the last one
 
 
 def from_rank_0(control, value=None):
@@ -1730,6 +1772,20 @@ def update(r: Run, batch: dict, parts: list, meter: Meter, warm: bool) -> int:
     return taken
 
 
+def check_taken(r: Run, learnt: dict[str, float], taken: int, step: int) -> None:
+    """Tell of optimizer steps that were left out. Raises Diverged where batch after batch none was
+    taken."""
+    for name in ("optim/skipped", "optim/critic_skipped"):
+        if n := learnt.get(name):
+            left = f"step {step}: {n:.0f} optimizer steps were left out ({name})"
+            told = f"{left}, since their loss or gradient was not finite"
+            r.console.print(told, style="red", soft_wrap=True)
+    r.lost = r.lost + 1 if learnt.get("optim/skipped") and not taken else 0
+    if r.lost == min(LOST, r.cfg.steps):
+        batches = f"{r.lost} batches, one after the other, were not learnt from (optim/skipped)"
+        raise Diverged(f"{batches}: loss or gradient was not finite. Lower --lr {r.cfg.lr:g}")
+
+
 def times(r: Run, tokens: int) -> dict[str, float]:
     """time/…, perf/… and memory/… since the last call, in which rows of `tokens` tokens were trained on.
 
@@ -1801,13 +1857,15 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             r.console.print("stopped" if batch else "the data has ended")
             break
         r.clock.mark("time/generate")
+        check_rows(cfg, batch, step + 1)
         deal(cfg, batch, dist.get_world_size())
 
         # the same tokens and experts that the engines saw; identity, versions and experts are checked before anything is learnt
         meter, lr = Meter(r.seen), policy.scheduler.get_last_lr()[0]
         try:
             parts, segments = fetch(r, batch, version if r.refit else batch["version"], meter)
-            version += update(r, batch, parts, meter, step >= cfg.critic_warmup_steps) > 0
+            taken = update(r, batch, parts, meter, step >= cfg.critic_warmup_steps)
+            version += taken > 0
             learnt = meter.reduce(r.control)
             check_mass(learnt)
         except InvariantError as e:
@@ -1820,6 +1878,7 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
             cfg.kl_coef = loss.adapt_kl(
                 cfg.kl_coef, learnt["kl/ref"], cfg.kl_target, cfg.kl_horizon, rollouts
             )
+        check_taken(r, learnt, taken, step + 1)
         r.clock.mark("time/train")
 
         refit_metrics = molt(r, version)
@@ -1869,6 +1928,7 @@ ENDS = {  # what ends a run before its time: the exit code, and what is said; th
     BadInput: (2, "{cause}"),
     InvariantError: (3, "an invariant failed. {e}"),
     NotWritten: (1, "{e}"),
+    Diverged: (1, "{e}"),
     ray.exceptions.RayError: (
         1,
         "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}",

@@ -145,8 +145,8 @@ class Stage:
 
         cfg = SimpleNamespace(max_turns=turns, max_tokens=tokens, max_context=self.cfg.max_context)
 
-        async def call(method, *args):
-            return method(*args)
+        async def call(method, *args, read):
+            return read(method(*args))
 
         async def one(i):
             from agent import Task

@@ -252,6 +252,7 @@ OTHER = {  # another value than the default, which every run that reads the flag
     "is_denominator": "kept",
     "loss_length": 9,
     "lora_alpha": 9,
+    "resume_data": True,
 }
 READER = [  # runs that between them read every flag
     dict(),

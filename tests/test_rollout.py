@@ -54,8 +54,9 @@ def scripted(chat, *texts):
 
 
 def episode(chat, env, generate, **limits):
-    async def call(method, *args):
-        return await method(*args) if asyncio.iscoroutinefunction(method) else method(*args)
+    async def call(method, *args, read):
+        answer = method(*args)
+        return read(await answer if asyncio.iscoroutine(answer) else answer)
 
     cfg = SimpleNamespace(**dict(max_turns=4, max_tokens=32, max_context=256) | limits)
     task = Task([{"role": "user", "content": "What is 17+25?"}], label=42)
