@@ -14,16 +14,30 @@ $ sbatch slurm/grpo.sbatch --model ...
 This file wires the other seven modules: flags, the steps of an update, metrics, the loop.
 """
 
+import os
+import signal
+import sys
+
+
+def leave(*_) -> None:
+    """End at once, on a signal. Until `main` begins there is nothing to clean up, and the imports would print a traceback."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"instar: stopped by a signal\n")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # else not with PYTHONSAFEPATH
+
 import contextlib
 import json
 import logging
 import math
 import operator
-import os
 import resource
 import shutil
-import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -36,9 +50,15 @@ os.environ.setdefault(
     "RAY_AUTH_MODE", "token"
 )  # before ray is imported: every rank joins the cluster with its token
 # else engines yield the CPU to everything, to imports first; else Ray ends what would free the shared memory of a dead engine;
-# else it keeps a record of 100,000 calls, which nobody reads
-off = "worker_niceness process_group_cleanup_enabled kill_child_processes_on_worker_exit task_events_report_interval_ms"
-os.environ.update({f"RAY_{name}": "0" for name in off.split()} | os.environ)
+# else it keeps a record of 100,000 calls, which nobody reads; else under `uv run` it copies the working directory
+off = (
+    "worker_niceness",
+    "process_group_cleanup_enabled",
+    "kill_child_processes_on_worker_exit",
+    "task_events_report_interval_ms",
+    "ENABLE_UV_RUN_RUNTIME_ENV",
+)
+os.environ.update({f"RAY_{name}": "0" for name in off} | os.environ)
 
 import numpy as np
 import ray
@@ -53,7 +73,7 @@ from rich.text import Text
 
 import estimator
 import loss
-from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
+from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent, rooted
 from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
 from refit import (
@@ -318,6 +338,7 @@ def parse(argv: list[str] | None = None, rank: int = 0) -> Config:
     ):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
+    cfg.agent_cmd = rooted(cfg.agent_cmd)
     cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
     if cfg.dtype == "auto":
         cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -531,7 +552,7 @@ def check_inputs(cfg: Config) -> list[dict]:
 
     try:
         if cfg.estimator != "sft":
-            load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
+            agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
     except (OSError, AttributeError) as e:
         raise ValueError(e) from None
     rows = load_rows(cfg.data, cfg.prompt_key)
@@ -541,8 +562,13 @@ def check_inputs(cfg: Config) -> list[dict]:
             raise ValueError(
                 f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
             )
-    if cfg.eval_data:
-        load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
+    eval_rows = load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data") if cfg.eval_data else []
+    for flag, played in (("data", rows), ("eval_data", eval_rows)) if cfg.agent_cmd else ():
+        for i, row in enumerate(played):
+            try:
+                agent().prompt(messages_of(row[cfg.prompt_key]))
+            except BadInput as e:
+                raise BadInput(f"--{flag} {getattr(cfg, flag)}: row {i}: {e}") from None
     models = {
         flag: path
         for flag in ("critic_model", "ref_model", "model")
@@ -644,6 +670,14 @@ SHOWN = {  # in the console's line of a step, those that the run has
     "clip": ("loss/clip_share", ".3f"),
     "grad": ("optim/grad_norm", ".2f"),
 }
+
+
+class Screen(Console):
+    """The console. A run goes on without it when its reader has gone, as in `python train.py | head`."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Log:
@@ -1133,7 +1167,6 @@ class Run:
     chat: Chat
     rollouts: Any  # the pool
     engines: list
-    scratch: str  # folder of Ray's logs and all temporary files
     refit: Refit | None = None  # nothing to refit without engines
     probe: list[int] = field(default_factory=list)  # ids of its text
     seen: Meter = field(default_factory=Meter)  # what the last probe showed, for the next batch
@@ -1145,14 +1178,11 @@ def from_rank_0(control, value=None):
     return box[0]
 
 
-def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
+def start(cfg: Config, rows: list[dict] | None, where: dict, scratch: str) -> Run:
     """Engines, process groups and models, all loaded when it returns. rows: rank 0's data; where: as `newest` gives it."""
     rank, clock = int(os.environ["RANK"]), Clock()
-    engines, rollouts, address, scratch = [], None, None, ""
+    engines, rollouts, address = [], None, None
     if rank == 0:  # the engines load while this process imports and builds its model
-        scratch = tempfile.tempdir = tempfile.mkdtemp(
-            prefix="instar-", dir="/tmp"
-        )  # a short name, for Ray's sockets
         pool = (
             torch.load(checkpoints(cfg.out)[-1] / "rollouts.pt", weights_only=False)
             if cfg.resume
@@ -1182,11 +1212,9 @@ def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     # no markup: a traceback, or the name of a data source, may look like some
     chat, console = (
         Chat(AutoTokenizer.from_pretrained(cfg.model)),
-        Console(quiet=rank > 0, markup=False),
+        Screen(quiet=rank > 0, markup=False),
     )
-    r = Run(
-        cfg, device, control, clock, console, learners, reference, chat, rollouts, engines, scratch
-    )
+    r = Run(cfg, device, control, clock, console, learners, reference, chat, rollouts, engines)
     clock.mark("time/start_trainer")
     if cfg.estimator != "sft" and not cfg.train_from:
         host = ray.util.get_node_ip_address() if cfg.ray_address else "127.0.0.1"
@@ -1431,12 +1459,15 @@ def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: lis
         )
 
 
-def run(cfg: Config, rows: list[dict] | None) -> None:
-    """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
+def run(cfg: Config, rows: list[dict] | None, scratch: str) -> None:
+    """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console.
+
+    scratch: rank 0's folder of Ray's logs and all temporary files.
+    """
     where = newest(cfg)
     if cfg.kl_target:
         cfg.kl_coef = where["kl_coef"]
-    r = start(cfg, rows, where)
+    r = start(cfg, rows, where, scratch)
     cfg, version, rank, policy = r.cfg, where["version"], dist.get_rank(), r.learners["policy"]
     saved, batch = where["step"] if cfg.resume else -1, None
     prove(r, version)
@@ -1503,7 +1534,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
 
     if rank == 0:
         log.close()
-    if not cfg.eval_only and saved != where["step"]:
+    begun = batch != "stop" or where["step"] > 0  # else there is nothing to go on from
+    if not cfg.eval_only and begun and saved != where["step"]:
         save_checkpoint(cfg, r.learners, where, r.rollouts)
     if not cfg.eval_only and batch != "stop":
         r.console.print(
@@ -1511,9 +1543,6 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         )
     dist.barrier()
     dist.destroy_process_group()
-    ray.shutdown()
-    if rank == 0:
-        shutil.rmtree(r.scratch, ignore_errors=True)
     if batch == "stop":
         raise KeyboardInterrupt
 
@@ -1526,43 +1555,137 @@ ENDS = {  # what ends a run before its time: the exit code, and what is said; th
         1,
         "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}",
     ),
-    KeyboardInterrupt: (
-        1,
-        "stopped by a signal; if there is a checkpoint, --resume --out {out} goes on from it",
-    ),
+    KeyboardInterrupt: (1, "stopped by a signal{again}"),
 }
+
+
+def say(text) -> None:
+    """A line to standard error, whose reader may have gone."""
+    try:
+        print(f"instar: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def ranks() -> tuple[int, int]:
+    """(rank, number of ranks): torchrun's, or 0 and 1. Raises BadInput for variables that are neither, as a shell may hold."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    told = {name: os.environ[name] for name in names if name in os.environ}
+    rank, world = told.get("RANK", ""), told.get("WORLD_SIZE", "")
+    if not rank and not world or (rank, world) == ("0", "1"):  # it needs nobody's store
+        alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.update(alone, MASTER_PORT="0", LOCAL_RANK=os.environ.get("LOCAL_RANK", "0"))
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        return 0, 1
+    whole = len(told) == len(names) and rank.isdecimal() and world.isdecimal()
+    if not whole or int(rank) >= int(world):
+        left = " ".join(f"{name}={value}" for name, value in told.items())
+        raise BadInput(f"{left} in the environment: unset them, or start the ranks with torchrun")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if rank == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        say(f"RANK=0 and WORLD_SIZE={world} are set, so it waits for the other ranks")
+    return int(rank), int(world)
+
+
+FILES = 1024  # open files that a process of a run may need
+SHARED = 64 << 20  # bytes of shared memory that the workers of an engine pass their work in
+
+
+def check_limits(cfg: Config) -> None:
+    """Raise BadInput where a limit of this system would end the run with an error that does not name it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        raise BadInput(f"`ulimit -n` is {hard} files, a run opens up to {FILES}: ulimit -n {FILES}")
+    free = shutil.disk_usage("/dev/shm").free
+    if cfg.engine_tp > 1 and free < SHARED:
+        found = (
+            f"/dev/shm has {free >> 20} MB free, --engine_tp {cfg.engine_tp} takes {SHARED >> 20}"
+        )
+        raise BadInput(f"{found}: delete files there, or docker run --shm-size=8g")
+
+
+def find_home() -> None:
+    """Where HOME is no folder that can be written, one under the temporary directory takes its place, the same for all ranks:
+    vLLM, triton, torch, datasets and Ray's token want it. Models that the old one has are still found."""
+    old = Path(os.path.expanduser("~"))
+    try:
+        tempfile.TemporaryFile(dir=old).close()
+        return
+    except OSError:
+        new = Path(tempfile.gettempdir(), f"instar-home-{os.getuid()}")
+    new.mkdir(mode=0o700, exist_ok=True)
+    if new.stat().st_uid != os.getuid():
+        raise BadInput(f"HOME={old} cannot be written, and {new} is another user's: set HOME")
+    hub = Path(os.environ.get("HF_HOME", old / ".cache/huggingface"), "hub")
+    if hub.is_dir():
+        os.environ.setdefault("HF_HUB_CACHE", str(hub))
+    os.environ["HOME"] = str(new)
+    if os.environ.get("RANK", "0") == "0":
+        say(f"HOME={old} cannot be written, {new} takes its place")
+
+
+def sweep(cfg: Config, made: list[Path]) -> None:
+    """Where a run has not taken a step, remove what it has put into --out, and the folders that it `made` for that."""
+    metrics = Path(cfg.out, "metrics.jsonl")
+    if metrics.exists() and not metrics.stat().st_size:
+        metrics.unlink()
+        metrics.with_name("config.json").unlink(missing_ok=True)
+    for folder in made:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, run; returns the exit code."""
-    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ.update(alone | os.environ)  # without torchrun: one rank
-    rank = int(os.environ["RANK"])
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # it is closed, or a test's
+            stream.reconfigure(errors="replace")
+    kinds, cfg, rows, rank, scratch, made = (signal.SIGINT, signal.SIGTERM), None, None, 0, "", []
+    before = [signal.getsignal(kind) for kind in kinds]
     try:
-        cfg = parse(argv, rank)
-        validate(cfg, int(os.environ["WORLD_SIZE"]))
-        if (
-            "PYTHONWARNINGS" not in os.environ
-        ):  # libraries warn about much that is meant to be so; set it to see all
-            warnings.simplefilter("ignore")
-            logging.disable(logging.WARNING)
-        rows = check_inputs(cfg) if rank == 0 else None
-    except ValueError as e:
-        if rank == 0:
-            print(f"instar: {e}", file=sys.stderr)
-        return 2
-    try:
-        run(cfg, rows)
+        try:
+            rank, world = ranks()
+            for kind in kinds if rank == 0 else ():  # the others end as it ends
+                signal.signal(kind, signal.default_int_handler)
+            find_home()
+            cfg = parse(argv, rank)
+            validate(cfg, world)
+            if (
+                "PYTHONWARNINGS" not in os.environ
+            ):  # libraries warn about much that is meant to be so; set it to see all
+                warnings.simplefilter("ignore")
+                logging.disable(logging.WARNING)
+            if rank == 0:
+                check_limits(cfg)
+                made = [p for p in (Path(cfg.out), *Path(cfg.out).parents) if not p.exists()]
+                rows = check_inputs(cfg)
+        except ValueError as e:
+            if rank == 0:
+                say(e)
+            return 2
+        if rank == 0:  # a short name, for Ray's sockets
+            scratch = tempfile.tempdir = tempfile.mkdtemp(prefix="instar-", dir="/tmp")
+        run(cfg, rows, scratch)
     except tuple(ENDS) as e:
         code, told = next(end for kind, end in ENDS.items() if isinstance(e, kind))
-        logs = f"{'/tmp/ray' if cfg.ray_address else tempfile.gettempdir()}/session_latest/logs"
-        print(
-            "instar: " + told.format(e=e, cause=getattr(e, "cause", e), logs=logs, out=cfg.out),
-            file=sys.stderr,
-        )
+        logs = f"{'/tmp/ray' if cfg and cfg.ray_address else scratch}/session_latest/logs"
+        again = f"; --resume --out {cfg.out} goes on" if cfg and checkpoints(cfg.out) else ""
+        say(told.format(e=e, cause=getattr(e, "cause", e), logs=logs, again=again))
+        if not isinstance(e, (BadInput, KeyboardInterrupt)):
+            scratch = ""  # with the logs of what has failed
         return code
+    except BaseException:
+        scratch = ""
+        raise
     finally:
+        for kind in kinds:  # they have been heard; nothing may interrupt what follows
+            signal.signal(kind, signal.SIG_IGN)
         ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+        if cfg and rank == 0:
+            sweep(cfg, made)
+        for kind, handler in zip(kinds, before):
+            signal.signal(kind, handler)
     return 0
 
 
