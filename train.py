@@ -14,6 +14,7 @@ $ sbatch slurm/grpo.sbatch --model ...
 This file wires the other seven modules: flags, the steps of an update, metrics, the loop.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -27,11 +28,13 @@ def leave(*_) -> None:
 
 
 if __name__ == "__main__":
+    while (lowest := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(lowest, True)  # in the place of a closed console, else a socket is there
+    os.close(lowest)
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # else not with PYTHONSAFEPATH
 
-import contextlib
 import json
 import logging
 import math
@@ -113,7 +116,8 @@ class Config:
     # ---- agent.py
 
     agent: str = "agent.py"  # Python file that exports a class Agent; opd needs none
-    # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward
+    # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward. Without
+    # a shell, in an empty folder; relative paths in it are of the folder where training is started
     agent_cmd: str = ""
     # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one
     # reply to each prompt
@@ -673,7 +677,13 @@ SHOWN = {  # in the console's line of a step, those that the run has
 
 
 class Screen(Console):
-    """The console. A run goes on without it when its reader has gone, as in `python train.py | head`."""
+    """The console. A run goes on without it when its reader or its terminal has gone, or its disk is full."""
+
+    def print(self, *what, **how) -> None:
+        try:
+            super().print(*what, **how)
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import shlex
 import shutil
@@ -20,14 +21,13 @@ import pytest
 from conftest import marked
 from test_rollout import FakeRay
 
-import agent
 import rollout
 import train
 from agent import BadInput, Env, Task, load, load_agent, rooted
 from train import Config
 
 ROOT = Path(train.__file__).resolve().parent
-MODULES = "agent server rollout replay estimator loss refit train".split()
+MODULES = ["agent", "server", "rollout", "replay", "estimator", "loss", "refit", "train"]
 
 
 # ---- a user's own files
@@ -348,3 +348,249 @@ def test_variables_of_torchrun_are_whole_or_refused_by_name(monkeypatch, given, 
     assert train.ranks() == found
     assert (os.environ["MASTER_PORT"] == "0") == (found == (0, 1))
     assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+
+
+# ---- the console
+
+
+def test_a_console_that_cannot_print_a_character_prints_another(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert train.main(["--steps", "0"]) == 2
+    train.Screen(markup=False).print("naïve 東京 \ud800", soft_wrap=True)
+    told = screen.buffer.getvalue().decode().splitlines()
+    assert told == ["instar: --steps 0: must be positive", "na?ve ?? ?"]
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_console_that_has_gone_or_is_full_does_not_end_a_run(monkeypatch, name, full):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") if full else os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, name, gone)
+        screen = train.Screen(markup=False)
+        for _ in range(2):
+            screen.print("a line") if name == "stdout" else train.say("a line")
+        assert os.readlink(f"/proc/self/fd/{gone.fileno()}") == os.devnull
+
+
+# ---- limits of the system
+
+
+def test_a_home_that_cannot_be_written_has_a_folder_in_its_place(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(os, "environ", os.environ.copy() | dict(HOME=str(tmp_path)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    os.environ.pop("HF_HUB_CACHE", None)
+    os.environ.pop("HF_HOME", None)
+    train.find_home()
+    assert os.environ["HOME"] == str(tmp_path) and not capsys.readouterr().err
+
+    (tmp_path / ".cache/huggingface/hub").mkdir(parents=True)
+    with monkeypatch.context() as m:
+        m.setattr(tempfile, "TemporaryFile", lambda dir: open(Path(dir, "no", "such"), "w"))
+        train.find_home()
+    home = tmp_path / f"instar-home-{os.getuid()}"
+    assert os.environ["HOME"] == str(home) and home.stat().st_mode & 0o777 == 0o700
+    assert os.environ["HF_HUB_CACHE"] == str(tmp_path / ".cache/huggingface/hub")
+    told = capsys.readouterr().err
+    assert f"HOME={tmp_path} cannot be written" in told and str(home) in told
+
+    os.environ["HOME"] = "/proc/nowhere"
+    monkeypatch.setattr(os, "getuid", lambda: home.stat().st_uid + 1)
+    (tmp_path / f"instar-home-{home.stat().st_uid + 1}").mkdir()
+    with pytest.raises(BadInput, match="HOME=/proc/nowhere cannot be written.*another user's"):
+        train.find_home()
+
+
+def test_too_few_open_files_and_too_little_shared_memory_are_refused_by_name(monkeypatch):
+    free = SimpleNamespace(free=64 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 1024))
+    train.check_limits(Config(engine_tp=2))
+    free.free = 63 << 20
+    train.check_limits(Config())
+    with pytest.raises(BadInput, match="/dev/shm has 63 MB free, --engine_tp 2"):
+        train.check_limits(Config(engine_tp=2))
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
+    with pytest.raises(BadInput, match="`ulimit -n` is 256.*ulimit -n 1024"):
+        train.check_limits(Config())
+
+
+# ---- signals, and what a run leaves
+
+
+def test_a_signal_waits_until_ray_has_started_and_is_then_raised(monkeypatch):
+    seen = []
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        before = signal.signal(kind, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt), rollout.undisturbed():
+                signal.signal(kind, signal.SIG_IGN)  # as Ray does with its own handler
+                signal.raise_signal(kind)
+                seen.append(kind)
+            assert signal.getsignal(kind) is signal.default_int_handler
+        finally:
+            signal.signal(kind, before)
+    assert seen == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_of_a_run_without_a_step_nothing_is_left_and_of_another_all(tmp_path):
+    cfg = Config(out=str(tmp_path / "a" / "b"))
+    made = [tmp_path / "a" / "b", tmp_path / "a"]
+
+    def fill(metrics):
+        made[0].mkdir(parents=True, exist_ok=True)
+        (made[0] / "metrics.jsonl").write_text(metrics)
+        (made[0] / "config.json").write_text("{}")
+
+    fill("")
+    train.sweep(cfg, made)
+    assert os.listdir(tmp_path) == []
+    fill("")
+    (made[0] / "mine").touch()
+    train.sweep(cfg, made)
+    assert os.listdir(made[0]) == ["mine"]
+    fill('{"step": 1}\n')
+    train.sweep(cfg, made)
+    assert sorted(os.listdir(made[0])) == ["config.json", "metrics.jsonl", "mine"]
+
+
+@pytest.mark.parametrize(
+    "ending,code,kept",
+    [
+        (KeyboardInterrupt(), 1, False),
+        (BadInput("no room"), 2, False),
+        (train.InvariantError("refit: lost"), 3, True),
+        (None, 0, False),
+    ],
+)
+def test_the_folder_of_temporary_files_is_kept_for_the_logs_of_a_fault_alone(
+    monkeypatch, tmp_path, capsys, ending, code, kept
+):
+    seen = []
+
+    def run(cfg, rows, scratch):
+        seen.append(Path(scratch))
+        (seen[0] / "log").touch()
+        if ending:
+            raise ending
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    assert train.main(["--out", str(tmp_path / "new" / "out")]) == code
+    assert seen[0].exists() == kept and os.listdir(tmp_path) == []
+    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
+    told = capsys.readouterr().err
+    assert "Traceback" not in told and told.count("\n") == (ending is not None)
+    shutil.rmtree(seen[0], ignore_errors=True)
+
+
+def start(folder, *flags, agent=ROOT / "agent.py", env=None, **how):
+    """`python train.py` in a folder of its own, whose name marks all its processes."""
+    inputs = "--agent", agent, "--data", ROOT / "examples/starter/train.jsonl"
+    command = [sys.executable, ROOT / "train.py", "--model", ROOT / "examples/starter", *inputs]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environ = os.environ | {"INSTAR_TEST": str(folder)} | (env or {})
+    return subprocess.Popen([*command, *flags], cwd=folder, env=environ, **pipes | how)
+
+
+def wait_for_none(folder):
+    """Until no process that was started there is left."""
+    deadline = time.monotonic() + 90
+    while left := marked(str(folder)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_is_one_line(tmp_path, kind):
+    process = start(tmp_path)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path("/proc", str(process.pid), "maps").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(kind)
+    assert process.communicate(timeout=60)[0] == "instar: stopped by a signal\n"
+    assert process.returncode == 1 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("begun", ["gcs_server", "ray::Engine", "VLLM::EngineCore"])
+def test_a_signal_during_the_start_leaves_nothing(tmp_path, begun, kind):
+    process, deadline = start(tmp_path), time.monotonic() + 120
+    while not any(begun in command for command in marked(str(tmp_path))):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    scratch = re.search("/tmp/instar-[^/]+", "".join(marked(str(tmp_path))))[0]
+    assert os.path.isdir(scratch)
+    process.send_signal(kind)
+    assert process.communicate(timeout=60)[0] == "instar: stopped by a signal\n"
+    assert process.returncode == 1
+    wait_for_none(tmp_path)
+    assert os.listdir(tmp_path) == [] and not os.path.exists(scratch)
+
+
+HOSTILE = {
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"working_dir": "gcs://x.zip"}, "metadata": {}}',
+    "RAY_ADDRESS": "127.0.0.1:1",
+    "RAY_REDIS_ADDRESS": "127.0.0.1:1",
+    "RAY_NAMESPACE": "x",
+    "RAY_TMPDIR": "/nowhere",
+    "RAY_RUNTIME_ENV_HOOK": "no.such",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONIOENCODING": "ascii",
+    "LANG": "C",
+    "HOME": "/proc/nowhere",
+    "MASTER_PORT": "1",
+    "LOCAL_RANK": "3",
+}
+
+
+BESIDE = """
+import os
+
+from agent import Env
+from my_sibling import VALUE
+
+
+class Agent(Env):
+    def step(self, reply):
+        assert os.path.exists("my_sibling.py")
+        return None, float(VALUE), True, {}
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_run_takes_its_step_in_hostile_surroundings(tmp_path):
+    """Variables of other programs, files with the names of modules, a console whose reader goes, 1,024 open files."""
+    for name in MODULES:
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the user has a {name}.py')\n")
+    (tmp_path / "agent.py").write_text(BESIDE)
+    (tmp_path / "my_sibling.py").write_text("VALUE = 41\n")
+    (tmp_path / "tmp").mkdir()
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(
+        tmp_path,
+        *("--steps", "1", "--prompts", "2", "--minibatches", "1", "--samples", "2", "--out", "out"),
+        agent="agent.py",
+        env=HOSTILE | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(tmp_path)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)),
+    )
+    os.close(writer)
+    told = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, told
+    assert told.count("\n") == 1 and "HOME=/proc/nowhere cannot be written" in told, told
+    (line,) = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    assert metrics["reward/mean"] == 41 and metrics["rollouts/failed"] == 0
+    wait_for_none(tmp_path)
