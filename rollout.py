@@ -1084,6 +1084,9 @@ async def demonstrate(
     return [s for s in rows if len(s)]
 
 
+# Ray puts its driver's working directory first into the path of the actors, where a user may have an agent.py or a loss.py:
+# it is started in this one
+HERE = os.path.dirname(os.path.abspath(__file__))
 # of Ray's own, what in the environment would make another cluster, or a part of one, of the Ray that is started here
 OTHER_RAY = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_REDIS_ADDRESS", "RAY_NAMESPACE")
 OTHER_RAY += ("RAY_TMPDIR", "RAY_RUNTIME_ENV_HOOK", "RAY_GCS_SERVER_PORT")
@@ -1105,6 +1108,26 @@ def undisturbed():
         signal.raise_signal(came[0])
 
 
+def start_ray(gpus: list[str], **how) -> None:
+    """Start a Ray of this run's own on this node, with these GPUs, whatever the environment says of another one."""
+    with undisturbed(), contextlib.chdir(HERE), mock.patch.dict(os.environ):
+        for name in OTHER_RAY:
+            os.environ.pop(name, None)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        ray.init(**how)
+
+
+def join_ray(address: str, **how) -> None:
+    """Join the Ray cluster at `address`. Raises BadInput where there is none."""
+    # of `ray job submit`, whose variables this process has already; Ray would refuse ours beside them
+    merged = mock.patch.dict(os.environ, RAY_OVERRIDE_JOB_RUNTIME_ENV="1")
+    try:
+        with mock.patch("signal.signal"), contextlib.chdir(HERE), merged:
+            ray.init(address=address, **how)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
+        raise BadInput(f"--ray_address {address}: no cluster to join there ({e})") from e
+
+
 def enter() -> None:
     """An actor goes to the folder where training was started, if this node has it: relative paths of agents are of there."""
     with contextlib.suppress(OSError):
@@ -1117,12 +1140,11 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     On one node Ray gets the GPUs that torchrun's ranks do not use, and the folder `scratch` for its logs and all temporary files.
     Engines load while the caller builds its model. Raises BadInput where there is no cluster, or no room.
     """
-    here = os.path.dirname(os.path.abspath(__file__))
     cfg = SimpleNamespace(
         **vars(cfg)
     )  # actors need the values, not the module that defines the class
     env = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")])),
         "TOKENIZERS_PARALLELISM": "false",
         "INSTAR_START": os.getcwd(),
     }
@@ -1135,17 +1157,8 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
         logging_level="error",
     )
     init = shared | {"runtime_env": {"env_vars": env}}
-    # Ray puts the working directory first into the path of its actors, where a user may have an agent.py or a loss.py
     if cfg.ray_address:
-        # what `ray job submit` has set for this process as well; Ray would refuse to set a variable twice
-        own = mock.patch.dict(os.environ, RAY_OVERRIDE_JOB_RUNTIME_ENV="1")
-        try:
-            with undisturbed(), contextlib.chdir(here), own:
-                ray.init(address=cfg.ray_address, **init)
-        except (OSError, ValueError, RuntimeError) as e:
-            raise BadInput(
-                f"--ray_address {cfg.ray_address}: no cluster to join there ({e})"
-            ) from e
+        join_ray(cfg.ray_address, **init)
         cpu = not ray.cluster_resources().get("GPU")
     else:
         cpu = not visible_gpus()
@@ -1156,11 +1169,7 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
         env["TMPDIR"] = scratch
         local = dict(include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=scratch)
         local |= dict(num_cpus=need + cfg.runners + 2, num_gpus=len(gpus))
-        own = mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus))
-        with undisturbed(), contextlib.chdir(here), own:
-            for name in OTHER_RAY:
-                os.environ.pop(name, None)
-            ray.init(**local, **init)
+        start_ray(gpus, **local, **init)
     engine = {"CPU": cfg.engine_tp} if cpu else {"CPU": 1, "GPU": cfg.engine_tp}
     served, played = playing * cfg.engines, playing * cfg.runners
     bundles = [engine] * served + [{"CPU": 1}] * (played + 1)

@@ -1673,6 +1673,9 @@ def main(argv: list[str] | None = None) -> int:
             if rank == 0:
                 say(e)
             return 2
+        except BrokenPipeError:  # as in `python train.py --help | head`
+            Screen().on_broken_pipe()
+            return 0
         if rank == 0:  # a short name, for Ray's sockets
             scratch = tempfile.tempdir = tempfile.mkdtemp(prefix="instar-", dir="/tmp")
         run(cfg, rows, scratch)

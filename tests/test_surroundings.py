@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from conftest import marked
 from test_rollout import FakeRay
 
@@ -272,6 +273,8 @@ def test_a_history_is_refused_where_the_command_would_not_get_it(tmp_path, monke
 class Ray(FakeRay):
     """Takes down the surroundings in which it was started."""
 
+    exceptions = ray.exceptions
+
     def init(self, **how):
         super().init(**how)
         self.env, self.cwd = dict(os.environ), os.getcwd()
@@ -281,21 +284,21 @@ class Ray(FakeRay):
 def test_variables_of_another_cluster_reach_a_ray_that_is_joined_and_none_that_is_started(
     monkeypatch, tmp_path, address
 ):
-    monkeypatch.setattr(rollout, "ray", ray := Ray())
+    monkeypatch.setattr(rollout, "ray", fake := Ray())
     monkeypatch.setattr(rollout, "visible_gpus", list)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/mine")
     for name in rollout.OTHER_RAY:
         monkeypatch.setenv(name, "theirs")
     rollout.launch(Config(ray_address=address), [], None, 2, "/x")
-    left = [name for name in rollout.OTHER_RAY if name in ray.env]
+    left = [name for name in rollout.OTHER_RAY if name in fake.env]
     assert left == (list(rollout.OTHER_RAY) if address else [])
     assert all(os.environ[name] == "theirs" for name in rollout.OTHER_RAY)
     if address:  # the job's own variables do not stand against ours
-        assert ray.env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1"
-    env = ray.joined["runtime_env"]["env_vars"]
+        assert fake.env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1"
+    env = fake.joined["runtime_env"]["env_vars"]
     assert env["PYTHONPATH"] == f"{ROOT}:/mine" and env["INSTAR_START"] == str(tmp_path)
-    assert ray.cwd == str(ROOT) and os.getcwd() == str(tmp_path)  # Ray puts it first into the path
+    assert fake.cwd == str(ROOT) and os.getcwd() == str(tmp_path)  # Ray puts it first into the path
 
 
 def test_an_actor_goes_to_the_folder_of_the_start_where_there_is_one(monkeypatch, tmp_path):
@@ -312,8 +315,8 @@ def test_a_cluster_that_is_not_there_is_bad_input(monkeypatch):
     def init(**how):
         raise ConnectionError("nobody answers")
 
-    monkeypatch.setattr(rollout, "ray", ray := Ray())
-    ray.init = init
+    monkeypatch.setattr(rollout, "ray", fake := Ray())
+    fake.init = init
     with pytest.raises(BadInput, match="--ray_address 10.0.0.1:6379: .*nobody answers"):
         rollout.launch(Config(ray_address="10.0.0.1:6379"), [], None, 2, "/x")
 
@@ -523,13 +526,16 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, kind):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("begun", ["gcs_server", "ray::Engine", "VLLM::EngineCore"])
 def test_a_signal_during_the_start_leaves_nothing(tmp_path, begun, kind):
-    process, deadline = start(tmp_path), time.monotonic() + 120
+    process, deadline = start(tmp_path, start_new_session=True), time.monotonic() + 120
     while not any(begun in command for command in marked(str(tmp_path))):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     scratch = re.search("/tmp/instar-[^/]+", "".join(marked(str(tmp_path))))[0]
     assert os.path.isdir(scratch)
-    process.send_signal(kind)
+    if kind == signal.SIGINT:  # a terminal sends it to all of them
+        os.killpg(process.pid, kind)
+    else:
+        process.send_signal(kind)
     assert process.communicate(timeout=60)[0] == "instar: stopped by a signal\n"
     assert process.returncode == 1
     wait_for_none(tmp_path)
