@@ -143,14 +143,12 @@ class CommandAgent(ChatAgent):
 
     def prompt(self, messages: list[dict]) -> str:
         """What stands for {prompt}. Raises BadInput where messages between would be lost and nothing else carries them."""
-        told = [m for m in messages[:-1] if m["role"] in ("system", "developer")] + messages[-1:]
-        words = " ".join(self.words)
-        if len(told) < len(messages) and "{prompt" in words and "{messages_file}" not in words:
-            lost = (
-                f"{{prompt}} leaves out {len(messages) - len(told)} of the {len(messages)} messages"
-            )
-            raise BadInput(f"--agent_cmd: {lost}: give the command {{messages_file}} as well")
-        return "\n\n".join(map(text_of, told))
+        given = [m for m in messages[:-1] if m["role"] in ("system", "developer")] + messages[-1:]
+        words, lost = " ".join(self.words), len(messages) - len(given)
+        if lost and "{prompt" in words and "{messages_file}" not in words:
+            why = f"{{prompt}} leaves out {lost} of the {len(messages)} messages"
+            raise BadInput(f"--agent_cmd: {why}: give the command {{messages_file}} as well")
+        return "\n\n".join(map(text_of, given))
 
     def filled(self, fill: dict[str, str]) -> list[str]:
         """The words to start. Raises ValueError for one that no program can be started with."""
@@ -158,8 +156,8 @@ class CommandAgent(ChatAgent):
         words = [places.sub(lambda m: fill[m[0]], word) for word in self.words]
         longest = max(len(word.encode()) for word in words)
         if longest > WORD:
-            told = f"a word has {longest} bytes, and Linux takes at most {WORD}"
-            raise ValueError(f"--agent_cmd: {told}: use {{prompt_file}} in the place of {{prompt}}")
+            why = f"a word has {longest} bytes, and Linux takes at most {WORD}"
+            raise ValueError(f"--agent_cmd: {why}: use {{prompt_file}} in the place of {{prompt}}")
         return words
 
     async def run(self, task: Task) -> float:
@@ -383,8 +381,8 @@ def load_agent(path: str, command: str = "", reward: str = "") -> Callable[[], E
         return load(path, "Agent", "--agent") if path else lambda: Single(lambda *_: 0.0)
     grade, words = load(reward, "reward", "--reward"), shlex.split(command)
     if command and not shutil.which(words[0]):
-        told = f"{words[0]!r} is neither a program on PATH nor the path of one"
-        raise FileNotFoundError(f"--agent_cmd {command}: {told}")
+        why = f"{words[0]!r} is neither a program on PATH nor the path of one"
+        raise FileNotFoundError(f"--agent_cmd {command}: {why}")
     return lambda: CommandAgent(words, grade) if command else Single(grade)
 
 
@@ -422,8 +420,8 @@ def execute(file: Path) -> ModuleType:
     except BaseException as e:
         sys.modules.pop(name)
         if isinstance(e, ImportError) and (hidden := behind(file.parent, e.name or "")):
-            told = f"a module of this project has the name of {hidden}: give that another name"
-            raise ImportError(f"{e}; {told}", name=e.name) from e
+            why = f"a module of this project has the name of {hidden}: give that another name"
+            raise ImportError(f"{e}; {why}", name=e.name) from e
         raise
     return module
 

@@ -1584,7 +1584,8 @@ def ranks() -> tuple[int, int]:
     rank, world = told.get("RANK", ""), told.get("WORLD_SIZE", "")
     if not rank and not world or (rank, world) == ("0", "1"):  # it needs nobody's store
         alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.update(alone, MASTER_PORT="0", LOCAL_RANK=os.environ.get("LOCAL_RANK", "0"))
+        local = os.environ.get("LOCAL_RANK", "0") if rank else "0"
+        os.environ.update(alone, MASTER_PORT="0", LOCAL_RANK=local)
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         return 0, 1
     whole = len(told) == len(names) and rank.isdecimal() and world.isdecimal()
@@ -1624,7 +1625,7 @@ def find_home() -> None:
     except OSError:
         new = Path(tempfile.gettempdir(), f"instar-home-{os.getuid()}")
     new.mkdir(mode=0o700, exist_ok=True)
-    if new.stat().st_uid != os.getuid():
+    if new.lstat().st_uid != os.getuid():
         raise BadInput(f"HOME={old} cannot be written, and {new} is another user's: set HOME")
     hub = Path(os.environ.get("HF_HOME", old / ".cache/huggingface"), "hub")
     if hub.is_dir():
