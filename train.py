@@ -1607,6 +1607,12 @@ def check_limits(cfg: Config) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FILES:
         raise BadInput(f"`ulimit -n` is {hard} files, a run opens up to {FILES}: ulimit -n {FILES}")
+    try:
+        tempfile.TemporaryFile(dir="/tmp").close()
+    except OSError as e:
+        raise BadInput(
+            f"/tmp, where Ray has its sockets, cannot be written ({e.strerror})"
+        ) from None
     free = shutil.disk_usage("/dev/shm").free
     if cfg.engine_tp > 1 and free < SHARED:
         found = (
@@ -1627,9 +1633,10 @@ def find_home() -> None:
     new.mkdir(mode=0o700, exist_ok=True)
     if new.lstat().st_uid != os.getuid():
         raise BadInput(f"HOME={old} cannot be written, and {new} is another user's: set HOME")
-    hub = Path(os.environ.get("HF_HOME", old / ".cache/huggingface"), "hub")
-    if hub.is_dir():
-        os.environ.setdefault("HF_HUB_CACHE", str(hub))
+    hub = Path(os.environ.get("HF_HOME", old / ".cache/huggingface"))
+    for name, kept in (("HF_HUB_CACHE", hub / "hub"), ("HF_TOKEN_PATH", hub / "token")):
+        if kept.exists():
+            os.environ.setdefault(name, str(kept))
     os.environ["HOME"] = str(new)
     if os.environ.get("RANK", "0") == "0":
         say(f"HOME={old} cannot be written, {new} takes its place")

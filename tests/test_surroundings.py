@@ -416,6 +416,10 @@ def test_too_few_open_files_and_too_little_shared_memory_are_refused_by_name(mon
     train.check_limits(Config())
     with pytest.raises(BadInput, match="/dev/shm has 63 MB free, --engine_tp 2"):
         train.check_limits(Config(engine_tp=2))
+    with monkeypatch.context() as m:
+        m.setattr(tempfile, "TemporaryFile", lambda dir: open(Path(dir, "no", "such"), "w"))
+        with pytest.raises(BadInput, match="/tmp, where Ray has its sockets, cannot be written"):
+            train.check_limits(Config())
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
     with pytest.raises(BadInput, match="`ulimit -n` is 256.*ulimit -n 1024"):
         train.check_limits(Config())
