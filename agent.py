@@ -138,8 +138,8 @@ class CommandAgent(ChatAgent):
     in the command are those of that folder (`rooted`). The two files lie beside the command's folder and end with it.
     """
 
-    def __init__(self, words: list[str], reward: Callable):
-        self.words, self.reward = words, reward
+    def __init__(self, command: str, reward: Callable):
+        self.words, self.reward = shlex.split(command), reward
 
     def prompt(self, messages: list[dict]) -> str:
         """What stands for {prompt}. Raises BadInput where messages between would be lost and nothing else carries them."""
@@ -379,11 +379,11 @@ def load_agent(path: str, command: str = "", reward: str = "") -> Callable[[], E
     """
     if not command and not reward:
         return load(path, "Agent", "--agent") if path else lambda: Single(lambda *_: 0.0)
-    grade, words = load(reward, "reward", "--reward"), shlex.split(command)
-    if command and not shutil.which(words[0]):
-        why = f"{words[0]!r} is neither a program on PATH nor the path of one"
+    grade = load(reward, "reward", "--reward")
+    if command and not shutil.which(program := shlex.split(command)[0]):
+        why = f"{program!r} is neither a program on PATH nor the path of one"
         raise FileNotFoundError(f"--agent_cmd {command}: {why}")
-    return lambda: CommandAgent(words, grade) if command else Single(grade)
+    return lambda: CommandAgent(command, grade) if command else Single(grade)
 
 
 def load(path: str, name: str, flag: str) -> Any:

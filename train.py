@@ -1188,7 +1188,7 @@ def from_rank_0(control, value=None):
     return box[0]
 
 
-def start(cfg: Config, rows: list[dict] | None, where: dict, scratch: str) -> Run:
+def start(cfg: Config, rows: list[dict] | None, where: dict) -> Run:
     """Engines, process groups and models, all loaded when it returns. rows: rank 0's data; where: as `newest` gives it."""
     rank, clock = int(os.environ["RANK"]), Clock()
     engines, rollouts, address = [], None, None
@@ -1198,9 +1198,8 @@ def start(cfg: Config, rows: list[dict] | None, where: dict, scratch: str) -> Ru
             if cfg.resume
             else None
         )
-        engines, rollouts, address = launch(
-            cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch
-        )
+        least = 2 if cfg.estimator in GROUP_ESTIMATORS else 1
+        engines, rollouts, address = launch(cfg, rows, pool, least, tempfile.gettempdir())
 
     from transformers import AutoTokenizer
 
@@ -1469,15 +1468,12 @@ def tell(r: Run, log: Log, metrics: dict[str, float], batch: dict, segments: lis
         )
 
 
-def run(cfg: Config, rows: list[dict] | None, scratch: str) -> None:
-    """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console.
-
-    scratch: rank 0's folder of Ray's logs and all temporary files.
-    """
+def run(cfg: Config, rows: list[dict] | None) -> None:
+    """Everything after the inputs were checked, on every rank; rank 0 alone has the data, the engines and the console."""
     where = newest(cfg)
     if cfg.kl_target:
         cfg.kl_coef = where["kl_coef"]
-    r = start(cfg, rows, where, scratch)
+    r = start(cfg, rows, where)
     cfg, version, rank, policy = r.cfg, where["version"], dist.get_rank(), r.learners["policy"]
     saved, batch = where["step"] if cfg.resume else -1, None
     prove(r, version)
@@ -1684,9 +1680,9 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:  # as in `python train.py --help | head`
             Screen().on_broken_pipe()
             return 0
-        if rank == 0:  # a short name, for Ray's sockets
+        if rank == 0:  # of Ray's logs and all temporary files; a short name, for Ray's sockets
             scratch = tempfile.tempdir = tempfile.mkdtemp(prefix="instar-", dir="/tmp")
-        run(cfg, rows, scratch)
+        run(cfg, rows)
     except tuple(ENDS) as e:
         code, told = next(end for kind, end in ENDS.items() if isinstance(e, kind))
         logs = f"{'/tmp/ray' if cfg and cfg.ray_address else scratch}/session_latest/logs"
