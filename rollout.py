@@ -10,6 +10,7 @@ imports vllm, and a Runner's whose model has parsers. Nothing here knows of loss
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import itertools
 import json
@@ -648,6 +649,7 @@ class Rollouts:
 
     def __init__(self, cfg, rows: list[dict], runners: list, least: int, state: dict | None = None):
         """least: rollouts that a group needs to be trained; state: of a checkpoint, as `snapshot` gave it."""
+        enter()
         self.cfg, self.rows, self.runners, self.least = cfg, rows, runners, least
         self.capacity = int((1 + cfg.max_lag) * cfg.prompts * cfg.oversample)
         self.version, self.position, self.batches, self.next_row, self.fault = 0, 0, 0, 0, None
@@ -1129,8 +1131,11 @@ def join_ray(address: str, **how) -> None:
 
 
 def enter() -> None:
-    """An actor goes to the folder where training was started, if this node has it: relative paths of agents are of there."""
+    """What each actor does first. It ends with its node's raylet, since Ray's own end of a worker may hang for ever. It goes to
+    the folder where training was started, if this node has it: relative paths of agents are of there."""
     with contextlib.suppress(OSError):
+        if Path(f"/proc/{os.getppid()}/comm").read_text() == "raylet\n":  # else a test's process
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         os.chdir(os.environ.get("INSTAR_START", "."))
 
 

@@ -311,6 +311,35 @@ def test_an_actor_goes_to_the_folder_of_the_start_where_there_is_one(monkeypatch
     assert os.getcwd() == str(tmp_path)
 
 
+ACTOR = """
+import rollout, sys, time
+rollout.enter()
+print("entered", flush=True)
+time.sleep(600)
+"""
+RAYLET = """
+import subprocess, sys
+open("/proc/self/comm", "w").write(sys.argv[1])
+subprocess.Popen([sys.executable, "-c", sys.argv[2]]).wait()
+"""
+
+
+@pytest.mark.parametrize("parent,ends", [("raylet", True), ("pytest", False)])
+def test_an_actor_ends_with_its_raylet_however_that_ends(tmp_path, parent, ends):
+    command = [sys.executable, "-c", RAYLET, parent, ACTOR]
+    env = os.environ | {"INSTAR_TEST": str(tmp_path)}
+    raylet = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    assert raylet.stdout.readline() == "entered\n"
+    (actor,) = Path(f"/proc/{raylet.pid}/task/{raylet.pid}/children").read_text().split()
+    raylet.kill()
+    raylet.wait()
+    if not ends:
+        assert "rollout.enter" in Path(f"/proc/{actor}/cmdline").read_text()
+        os.kill(int(actor), signal.SIGKILL)
+    wait_for_none(tmp_path)
+    raylet.stdout.close()
+
+
 def test_a_cluster_that_is_not_there_is_bad_input(monkeypatch):
     def init(**how):
         raise ConnectionError("nobody answers")
