@@ -26,6 +26,7 @@ import os
 import queue
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,7 +37,9 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -432,40 +435,73 @@ def bound(group: int) -> subprocess.Popen:
     )
 
 
+WORD = 131_071  # bytes of the longest word or variable that Linux starts a program with
+
+
 class CommandAgent(ChatAgent):
-    """Any command line as an agent (--agent_cmd), in a folder and a process group of its own. {prompt}, {model}, {base_url}
-    and {api_key} in it are filled in; the variables that SDKs read are set. --reward grades (prompt, label, output, folder)."""
+    """Any program as an agent (--agent_cmd), without a shell, in an empty folder and a process group of its own. --reward
+    grades (the last message's text, label, output, folder).
+
+    In its words are filled in: {prompt}, the text of the system messages and of the last one; {prompt_file}, the path of a
+    file with that text; {messages_file}, the path of a JSON file with all messages of the row; {model}, {base_url} and
+    {api_key}. The variables that SDKs read are set, and INSTAR_PROMPT_FILE, INSTAR_MESSAGES_FILE, INSTAR_MODEL and
+    INSTAR_START, the folder where training was started; INSTAR_PROMPT too, where it is no longer than WORD. Relative paths
+    in the command are those of that folder (`rooted`). The two files lie beside the command's folder and end with it.
+    """
 
     def __init__(self, command: str, reward: Callable):
-        self.command, self.reward = command, reward
+        self.words, self.reward = shlex.split(command), reward
+
+    def prompt(self, messages: list[dict]) -> str:
+        """What stands for {prompt}. Raises BadInput where messages between would be lost and nothing else carries them."""
+        given = [m for m in messages[:-1] if m["role"] in ("system", "developer")] + messages[-1:]
+        words, lost = " ".join(self.words), len(messages) - len(given)
+        if lost and "{prompt" in words and "{messages_file}" not in words:
+            why = f"{{prompt}} leaves out {lost} of the {len(messages)} messages"
+            raise BadInput(f"--agent_cmd: {why}: give the command {{messages_file}} as well")
+        return "\n\n".join(map(text_of, given))
+
+    def filled(self, fill: dict[str, str]) -> list[str]:
+        """The words to start. Raises ValueError for one that no program can be started with."""
+        places = re.compile("|".join(map(re.escape, fill)))
+        words = [places.sub(lambda m: fill[m[0]], word) for word in self.words]
+        longest = max(len(word.encode()) for word in words)
+        if longest > WORD:
+            why = f"a word has {longest} bytes, and Linux takes at most {WORD}"
+            raise ValueError(f"--agent_cmd: {why}: use {{prompt_file}} in the place of {{prompt}}")
+        return words
 
     async def run(self, task: Task) -> float:
         """Run the command to its end and grade it. Raises RuntimeError, with the end of its output, where it fails."""
-        prompt, root = task.messages[-1]["content"], task.base_url.removesuffix("/v1")
-        fill = {
-            "{prompt}": prompt,
-            "{model}": task.model,
-            "{base_url}": task.base_url,
-            "{api_key}": task.api_key,
-        }
-        words = [
-            re.sub("|".join(map(re.escape, fill)), lambda m: fill[m[0]], w)
-            for w in shlex.split(self.command)
-        ]
+        root = task.base_url.removesuffix("/v1")
+        # half a surrogate pair is no text that a program can be given
+        prompt = self.prompt(task.messages).encode(errors="replace").decode()
         urls = {
             name: task.base_url
             for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "HOSTED_VLLM_API_BASE")
         }
         urls |= {name: root for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE")}
         keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "HOSTED_VLLM_API_KEY")
-        own = {"INSTAR_PROMPT": prompt, "INSTAR_MODEL": task.model, "ANTHROPIC_MODEL": task.model}
         quiet = {
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
-        env = os.environ | urls | dict.fromkeys(keys, task.api_key) | own | quiet
         apart = dict(stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as top:
+            folder, texts, rows = (
+                os.path.join(top, n) for n in ("work", "prompt", "messages.json")
+            )
+            os.mkdir(folder)
+            Path(texts).write_text(prompt, encoding="utf-8")
+            Path(rows).write_text(json.dumps(task.messages))
+            own = {"INSTAR_MODEL": task.model, "ANTHROPIC_MODEL": task.model}
+            own |= {"INSTAR_PROMPT_FILE": texts, "INSTAR_MESSAGES_FILE": rows}
+            if len(f"INSTAR_PROMPT={prompt}".encode()) <= WORD and "\0" not in prompt:
+                own["INSTAR_PROMPT"] = prompt
+            env = os.environ | urls | dict.fromkeys(keys, task.api_key) | own | quiet
+            fill = {"{prompt}": prompt, "{prompt_file}": texts, "{messages_file}": rows}
+            fill |= {"{model}": task.model, "{base_url}": task.base_url, "{api_key}": task.api_key}
+            words = self.filled(fill)
             process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=env, **apart)
             with bound(process.pid):  # whatever it started ends with it, at a time limit too
                 output = (await process.communicate())[0].decode(errors="replace")
@@ -473,8 +509,41 @@ class CommandAgent(ChatAgent):
                 raise RuntimeError(
                     f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}"
                 )
+            last = text_of(task.messages[-1])
             with Guest() as grader:  # in a thread, since it may take long
-                return await grader.call(self.reward, prompt, task.label, output, folder)
+                return await grader.call(self.reward, last, task.label, output, folder)
+
+
+def text_of(message: dict) -> str:
+    """The text of a chat message, whose content is a text or a list of parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
+def rooted(command: str) -> str:
+    """--agent_cmd with its relative paths made absolute, since it runs in a folder of its own. Raises BadInput for quotes that
+    do not close.
+
+    A word with a slash, or what follows the = of an option, is such a path where it exists; a word without a slash where it
+    is a file, but for the first one, which PATH finds. ~ is the user's folder.
+    """
+
+    def absolute(word: str, first: bool) -> str:
+        option, equals, path = word.partition("=") if word[:1] == "-" else ("", "", word)
+        path = os.path.expanduser(path)
+        if os.path.exists(path) if "/" in path else os.path.isfile(path) and not first:
+            path = os.path.abspath(path)
+        return option + equals + path
+
+    try:
+        words = shlex.split(command)
+    except ValueError as e:
+        raise BadInput(f"--agent_cmd {command}: a quote is not closed ({e})") from None
+    if command and not words:
+        raise BadInput(f"--agent_cmd {command!r}: is empty")
+    return shlex.join(absolute(word, i == 0) for i, word in enumerate(words))
 
 
 @dataclass
@@ -666,32 +735,64 @@ def load_agent(path: str, command: str = "", reward: str = "") -> Callable[[], E
     """What makes an agent for one rollout: a class `Agent` of the file at `path`, or a CommandAgent of `command`, or with a
     `reward` alone, or without anything, a Single. Imports of files beside them work.
 
-    Raises FileNotFoundError when there is no such file and AttributeError when it does not define what is looked for.
+    Raises FileNotFoundError when there is no such file or program and AttributeError when a file does not define what is
+    looked for.
     """
     if not command and not reward:
         return load(path, "Agent", "--agent") if path else lambda: Single(lambda *_: 0.0)
     grade = load(reward, "reward", "--reward")
+    if command and not shutil.which(program := shlex.split(command)[0]):
+        why = f"{program!r} is neither a program on PATH nor the path of one"
+        raise FileNotFoundError(f"--agent_cmd {command}: {why}")
     return lambda: CommandAgent(command, grade) if command else Single(grade)
 
 
 def load(path: str, name: str, flag: str) -> Any:
-    """The object `name` of the Python file at `path`."""
-    file = Path(path).resolve()
+    """The object `name` of the Python file at `path`. Files beside it can be imported; those of this project come first.
+
+    Raises FileNotFoundError, AttributeError, or whatever the file raises.
+    """
+    file, here = Path(path).resolve(), Path(__file__).resolve()
     if not file.is_file():
         raise FileNotFoundError(f"{flag} {path}: there is no such file")
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
-    if file == Path(__file__).resolve():
-        return globals()[name]
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # dataclasses and pickle look a class's module up by name
-    spec.loader.exec_module(module)
+    ahead = list(dict.fromkeys((str(here.parent), str(file.parent))))
+    sys.path[:] = ahead + [entry for entry in sys.path if entry not in ahead]
+    module = sys.modules[__name__] if file == here else execute(file)
     kind, right = ("class", type) if name == "Agent" else ("function", Callable)
     if not isinstance(found := getattr(module, name, None), right):
         lack = f"the file has no {kind} named {name}; define one, or import one under that name"
         raise AttributeError(f"{flag} {path}: {lack}")
     return found
+
+
+def execute(file: Path) -> ModuleType:
+    """A user's file as a module. Its name is that of the file where `import` of it finds just this file, so that the files
+    beside it and the processes that it starts find it too; else one of its own, since another module has that name."""
+    name, loaded = file.stem, sys.modules.get(file.stem)
+    found = PathFinder.find_spec(name)
+    ours = loaded is None or getattr(loaded, "__file__", "") == str(file)
+    if not (ours and found and found.origin == str(file)):
+        name = "user" + re.sub(r"\W", "_", str(file.with_suffix("")))
+    loader = SourceFileLoader(name, str(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses, pickle ask
+    try:
+        loader.exec_module(module)
+    except BaseException as e:
+        sys.modules.pop(name)
+        if isinstance(e, ImportError) and (hidden := behind(file.parent, e.name or "")):
+            why = f"a module of this project has the name of {hidden}: give that another name"
+            raise ImportError(f"{e}; {why}", name=e.name) from e
+        raise
+    return module
+
+
+def behind(folder: Path, name: str) -> Path | None:
+    """The file or folder of a user's that cannot be imported by its `name`, since a module of this project has it."""
+    top, here = name.partition(".")[0], Path(__file__).resolve().parent
+    if folder == here or not (here / f"{top}.py").exists():
+        return None
+    return next((p for p in (folder / f"{top}.py", folder / top) if p.exists()), None)
 
 
 CALL = re.compile(r"<calc>\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*</calc>\s*$")

@@ -428,6 +428,7 @@ TOLD = (
 # It is of no consequence:
 UNTOLD = "out", "resume", "resume_data", "show_every", "eval_only"
 
+LOCK = ".lock"  # of a folder of a run: the kernel's lock is on it
 MANIFEST = "manifest.json"  # of a checkpoint: each other file's size and digest
 INCIDENTAL = "_name_or_path", "transformers_version", "dtype"  # says nothing of what a model is
 

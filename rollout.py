@@ -9,7 +9,9 @@ imports vllm, and a Runner's whose model has parsers. Nothing here knows of loss
 """
 
 import asyncio
+import contextlib
 import copy
+import ctypes
 import inspect
 import itertools
 import json
@@ -17,6 +19,7 @@ import math
 import os
 import re
 import reprlib
+import signal
 import time
 import uuid
 from collections import Counter, defaultdict
@@ -68,6 +71,7 @@ class Engine:
         resource_tracker.ensure_running()  # in another group: it frees vLLM's shared memory when all that use it are dead
         os.setpgid(0, 0)
         self.bound = bound(os.getpid())  # else vLLM's core and workers outlive this process
+        enter()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
             "0"  # with executor "uni": the worker lives inside EngineCore
@@ -558,12 +562,14 @@ class EngineLost(EngineFault):
 
 
 class Runner:
-    """Plays many episodes at once, a Ray actor on CPU."""
+    """Plays many episodes at once, a Ray actor on CPU. engines: their names in Ray."""
 
-    def __init__(self, cfg, engines: list):
+    def __init__(self, cfg, engines: list[str]):
         from transformers import AutoTokenizer
 
-        self.cfg, self.lines = cfg, [Line(e) for e in engines]
+        # by name: a handle among the arguments would be an object that Ray may have lost when it starts a Runner again
+        self.cfg, self.lines = cfg, [Line(ray.get_actor(name)) for name in engines]
+        enter()
         self.chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
         self.agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
         self.server = Server(os.path.basename(cfg.model), cfg.server_host, cfg.linger)
@@ -808,6 +814,7 @@ class Rollouts:
 
     def __init__(self, cfg, rows: list[dict], runners: list, least: int, state: dict | None = None):
         """least: rollouts that a group needs to be trained; state: of a checkpoint, as `snapshot` gave it."""
+        enter()
         self.cfg, self.rows, self.runners, self.least = cfg, rows, runners, least
         self.capacity = int((1 + cfg.max_lag) * cfg.prompts * cfg.oversample)
         self.version, self.position, self.batches, self.next_row, self.fault = 0, 0, 0, 0, None
@@ -1225,19 +1232,72 @@ async def demonstrate(
     return [s for s in rows if len(s)]
 
 
+# Ray puts its driver's working directory first into the path of the actors, where a user may have an agent.py or a loss.py:
+# it is started in this one
+HERE = os.path.dirname(os.path.abspath(__file__))
+# of Ray's own, what in the environment would make another cluster, or a part of one, of the Ray that is started here
+OTHER_RAY = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_REDIS_ADDRESS", "RAY_NAMESPACE")
+OTHER_RAY += ("RAY_TMPDIR", "RAY_RUNTIME_ENV_HOOK", "RAY_GCS_SERVER_PORT")
+
+
+@contextlib.contextmanager
+def undisturbed():
+    """A signal waits for the end of the block, and nobody else takes it: Ray, interrupted while it starts, leaves processes
+    behind, and takes SIGTERM for itself."""
+    came, kinds = [], (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(kind, lambda kind, _: came.append(kind)) for kind in kinds]
+    try:
+        with mock.patch("signal.signal"):
+            yield
+    finally:
+        for kind, handler in zip(kinds, before):
+            signal.signal(kind, handler)
+    if came:
+        signal.raise_signal(came[0])
+
+
+def start_ray(gpus: list[str], **how) -> None:
+    """Start a Ray of this run's own on this node, with these GPUs, whatever the environment says of another one."""
+    with undisturbed(), contextlib.chdir(HERE), mock.patch.dict(os.environ):
+        for name in OTHER_RAY:
+            os.environ.pop(name, None)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        ray.init(**how)
+
+
+def join_ray(address: str, **how) -> None:
+    """Join the Ray cluster at `address`. Raises BadInput where there is none."""
+    # of `ray job submit`, whose variables this process has already; Ray would refuse ours beside them
+    merged = mock.patch.dict(os.environ, RAY_OVERRIDE_JOB_RUNTIME_ENV="1")
+    try:
+        with mock.patch("signal.signal"), contextlib.chdir(HERE), merged:
+            ray.init(address=address, **how)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
+        raise BadInput(f"--ray_address {address}: no cluster to join there ({e})") from e
+
+
+def enter() -> None:
+    """What each actor does first. It ends with its node's raylet, since Ray's own end of a worker may hang for ever. It goes to
+    the folder where training was started, if this node has it: relative paths of agents are of there."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{os.getppid()}/comm").read_text() == "raylet\n":  # else a test's process
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        os.chdir(os.environ.get("INSTAR_START", "."))
+
+
 def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     """Start or join Ray and create the actors; returns (engines, rollouts handle, how other ranks join: ray.init arguments).
 
     On one node Ray gets the GPUs that torchrun's ranks do not use, and the folder `scratch` for its logs and all temporary files.
-    Engines load while the caller builds its model.
+    Engines load while the caller builds its model. Raises BadInput where there is no cluster, or no room.
     """
-    here = os.path.dirname(os.path.abspath(__file__))
     cfg = SimpleNamespace(
         **vars(cfg)
     )  # actors need the values, not the module that defines the class
     env = {
-        "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")])),
         "TOKENIZERS_PARALLELISM": "false",
+        "INSTAR_START": os.getcwd(),
     }
     gpus = visible_gpus()[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     playing = cfg.estimator != "sft" and not cfg.train_from  # else nothing is sampled
@@ -1249,7 +1309,7 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
     )
     init = shared | {"runtime_env": {"env_vars": env}}
     if cfg.ray_address:
-        ray.init(address=cfg.ray_address, **init)
+        join_ray(cfg.ray_address, **init)
         cpu = not ray.cluster_resources().get("GPU")
     else:
         cpu = not visible_gpus()
@@ -1259,8 +1319,8 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
             )
         env["TMPDIR"] = scratch
         local = dict(include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=scratch)
-        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus)):
-            ray.init(num_cpus=need + cfg.runners + 2, num_gpus=len(gpus), **local, **init)
+        local |= dict(num_cpus=need + cfg.runners + 2, num_gpus=len(gpus))
+        start_ray(gpus, **local, **init)
     engine = {"CPU": cfg.engine_tp} if cpu else {"CPU": 1, "GPU": cfg.engine_tp}
     served, played = playing * cfg.engines, playing * cfg.runners
     bundles = [engine] * served + [{"CPU": 1}] * (played + 1)
@@ -1273,10 +1333,12 @@ def launch(cfg, rows: list[dict], state: dict | None, least: int, scratch: str):
             max_concurrency=100_000, scheduling_strategy=where, **size, **how
         )
 
-    engines = [actor(Engine, i, max_restarts=-1).remote(cfg, i, cpu) for i in range(served)]
-    runners = [
-        actor(Runner, served + i, max_restarts=-1).remote(cfg, engines) for i in range(played)
+    names = [f"engine-{i}" for i in range(served)]
+    engines = [
+        actor(Engine, i, name=name, max_restarts=-1).remote(cfg, i, cpu)
+        for i, name in enumerate(names)
     ]
+    runners = [actor(Runner, served + i, max_restarts=-1).remote(cfg, names) for i in range(played)]
     rollouts = actor(Rollouts, served + played, name="rollouts").remote(
         cfg, rows, runners, least, state
     )

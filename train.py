@@ -15,15 +15,32 @@ This file wires the other seven modules: flags, the steps of an update, metrics,
 """
 
 import contextlib
+import os
+import signal
+import sys
+
+
+def leave(*_) -> None:
+    """End at once, on a signal. Until `main` begins there is nothing to clean up, and the imports would print a traceback."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"instar: stopped by a signal\n")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    while (lowest := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(lowest, True)  # in the place of a closed console, else a socket is there
+    os.close(lowest)
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # else not with PYTHONSAFEPATH
+
 import json
 import logging
 import math
 import operator
-import os
 import resource
 import shutil
-import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -45,6 +62,8 @@ os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
 os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
 # else Ray keeps a record of 100,000 calls, which nobody reads
 os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+# else Ray copies the working directory under `uv run`
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import numpy as np
 import ray
@@ -59,10 +78,20 @@ from rich.text import Text
 
 import estimator
 import loss
-from agent import BadInput, ChatAgent, InvariantError, Result, Segment, Trace, load_agent
+from agent import (
+    BadInput,
+    ChatAgent,
+    InvariantError,
+    Result,
+    Segment,
+    Trace,
+    load_agent,
+    rooted,
+)
 from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
 from refit import (
+    LOCK,
     EngineLeft,
     NotWritten,
     Refit,
@@ -103,7 +132,8 @@ class Config:
 
     # Python file that exports a class Agent; unset: agent.py, and none for opd
     agent: str | None = None
-    # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward
+    # a command line to run as the agent instead, as in 'claude -p {prompt}'; needs --reward. Without
+    # a shell, in an empty folder; relative paths in it are of the folder where training is started
     agent_cmd: str = ""
     # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one
     # reply to each prompt
@@ -334,6 +364,7 @@ def parse(argv: list[str] | None = None, rank: int = 0) -> Config:
     ):
         if os.path.exists(value := getattr(cfg, name)):
             setattr(cfg, name, os.path.abspath(value))  # actors may run in another folder
+    cfg.agent_cmd = rooted(cfg.agent_cmd)
     cfg.out = os.path.abspath(cfg.out or f"out/{datetime.now():%Y%m%d-%H%M%S}-{cfg.seed}")
     if cfg.dtype == "auto":
         cfg.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -874,8 +905,13 @@ def check_inputs(cfg: Config, given: set[str] | None = None) -> list[dict]:
             raise ValueError(
                 f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
             )
-    if cfg.eval_data:
-        load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
+    eval_rows = load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data") if cfg.eval_data else []
+    for flag, played in (("data", rows), ("eval_data", eval_rows)) if cfg.agent_cmd else ():
+        for i, row in enumerate(played):
+            try:
+                agent().prompt(messages_of(row[cfg.prompt_key]))
+            except BadInput as e:
+                raise BadInput(f"--{flag} {getattr(cfg, flag)}: row {i}: {e}") from None
     models = {
         flag: path
         for flag in ("critic_model", "ref_model", "model")
@@ -991,6 +1027,20 @@ def metrics_until(path: Path, step: int) -> tuple[list[bytes], list[int]]:
         except (ValueError, LookupError, TypeError, RecursionError):
             broken.append(i + 1)
     return kept, broken
+
+
+class Screen(Console):
+    """The console. A run goes on without it when its reader or its terminal has gone, or its disk is full."""
+
+    def print(self, *what, **how) -> None:
+        try:
+            super().print(*what, **how)
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Log:
@@ -1522,7 +1572,6 @@ class Run:
     chat: Chat
     rollouts: Any  # the pool
     engines: list
-    scratch: str  # folder of Ray's logs and all temporary files
     where: dict  # the step, version, … that it begins at, as `newest` gives it
     refit: Refit | None = None  # nothing to refit without engines
     probe: list[int] = field(default_factory=list)  # ids of its text
@@ -1539,24 +1588,20 @@ def from_rank_0(control, value=None):
 def start(cfg: Config, rows: list[dict] | None) -> Run:
     """Process groups, engines and models, all loaded when it returns. rows: rank 0's data."""
     rank, clock = int(os.environ["RANK"]), Clock()
-    engines, rollouts, address, scratch = [], None, None, ""
+    engines, rollouts, address = [], None, None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     # no markup: a traceback, or the name of a data source, may look like some
-    console = Console(quiet=rank > 0, markup=False)
+    console = Screen(quiet=rank > 0, markup=False)
     cfg = from_rank_0(control, cfg)  # the default --out has the time in it
     where = newest(cfg, made_with(cfg, rows) if rank == 0 and cfg.resume else None, console)
     if rank == 0:  # the engines load while this process imports and builds its model
-        scratch = tempfile.tempdir = tempfile.mkdtemp(
-            prefix="instar-", dir="/tmp"
-        )  # a short name, for Ray's sockets
         pool = pool_of(where) if cfg.resume else None
-        engines, rollouts, address = launch(
-            cfg, rows, pool, 2 if cfg.estimator in GROUP_ESTIMATORS else 1, scratch
-        )
+        least = 2 if cfg.estimator in GROUP_ESTIMATORS else 1
+        engines, rollouts, address = launch(cfg, rows, pool, least, tempfile.gettempdir())
 
     from transformers import AutoTokenizer
 
@@ -1573,7 +1618,7 @@ def start(cfg: Config, rows: list[dict] | None) -> Run:
     if cfg.resume:
         load_checkpoint(where["folder"], learners)
     chat = Chat(AutoTokenizer.from_pretrained(cfg.model))
-    own = learners, reference, chat, rollouts, engines, scratch, where
+    own = learners, reference, chat, rollouts, engines, where
     r = Run(cfg, device, control, clock, console, *own)
     clock.mark("time/start_trainer")
     if cfg.estimator != "sft" and not cfg.train_from:
@@ -1909,7 +1954,8 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
 
     if rank == 0:
         log.close()
-    if not cfg.eval_only and saved != where["step"]:
+    begun = batch != "stop" or where["step"] > 0  # else there is nothing to go on from
+    if not cfg.eval_only and begun and saved != where["step"]:
         save_checkpoint(cfg, r.learners, where, r.rollouts)
     if not cfg.eval_only and batch != "stop":
         r.console.print(
@@ -1917,9 +1963,6 @@ def run(cfg: Config, rows: list[dict] | None) -> None:
         )
     dist.barrier()
     dist.destroy_process_group()
-    ray.shutdown()
-    if rank == 0:
-        shutil.rmtree(r.scratch, ignore_errors=True)
     if batch == "stop":
         raise KeyboardInterrupt
 
@@ -1933,43 +1976,156 @@ ENDS = {  # what ends a run before its time: the exit code, and what is said; th
         1,
         "an actor failed (its log: {logs}); --resume goes on from the last checkpoint\n{e}",
     ),
-    KeyboardInterrupt: (
-        1,
-        "stopped by a signal; if there is a checkpoint, --resume --out {out} goes on from it",
-    ),
+    KeyboardInterrupt: (1, "stopped by a signal{again}"),
 }
+
+
+def say(text) -> None:
+    """A line to standard error, whose reader may have gone."""
+    try:
+        print(f"instar: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def ranks() -> tuple[int, int]:
+    """(rank, number of ranks): torchrun's, or 0 and 1. Raises BadInput for variables that are neither, as a shell may hold."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    told = {name: os.environ[name] for name in names if name in os.environ}
+    rank, world = told.get("RANK", ""), told.get("WORLD_SIZE", "")
+    if not rank and not world or (rank, world) == ("0", "1"):  # it needs nobody's store
+        alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        local = os.environ.get("LOCAL_RANK", "0") if rank else "0"
+        os.environ.update(alone, MASTER_PORT="0", LOCAL_RANK=local)
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        return 0, 1
+    whole = len(told) == len(names) and rank.isdecimal() and world.isdecimal()
+    if not whole or int(rank) >= int(world):
+        left = " ".join(f"{name}={value}" for name, value in told.items())
+        raise BadInput(f"{left} in the environment: unset them, or start the ranks with torchrun")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if rank == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        say(f"RANK=0 and WORLD_SIZE={world} are set, so it waits for the other ranks")
+    return int(rank), int(world)
+
+
+FILES = 1024  # open files that a process of a run may need
+SHARED = 64 << 20  # bytes of shared memory that the workers of an engine pass their work in
+
+
+def check_limits(cfg: Config) -> None:
+    """Raise BadInput where a limit of this system would end the run with an error that does not name it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        raise BadInput(f"`ulimit -n` is {hard} files, a run opens up to {FILES}: ulimit -n {FILES}")
+    try:
+        tempfile.TemporaryFile(dir="/tmp").close()
+    except OSError as e:
+        raise BadInput(
+            f"/tmp, where Ray has its sockets, cannot be written ({e.strerror})"
+        ) from None
+    free = shutil.disk_usage("/dev/shm").free
+    if cfg.engine_tp > 1 and free < SHARED:
+        found = (
+            f"/dev/shm has {free >> 20} MB free, --engine_tp {cfg.engine_tp} takes {SHARED >> 20}"
+        )
+        raise BadInput(f"{found}: delete files there, or docker run --shm-size=8g")
+
+
+def find_home() -> None:
+    """Where HOME is no folder that can be written, one under the temporary directory takes its place, the same for all ranks:
+    vLLM, triton, torch, datasets and Ray's token want it. Models that the old one has are still found."""
+    old = Path(os.path.expanduser("~"))
+    try:
+        tempfile.TemporaryFile(dir=old).close()
+        return
+    except OSError:
+        new = Path(tempfile.gettempdir(), f"instar-home-{os.getuid()}")
+    new.mkdir(mode=0o700, exist_ok=True)
+    if new.lstat().st_uid != os.getuid():
+        raise BadInput(f"HOME={old} cannot be written, and {new} is another user's: set HOME")
+    hub = Path(os.environ.get("HF_HOME", old / ".cache/huggingface"))
+    for name, kept in (("HF_HUB_CACHE", hub / "hub"), ("HF_TOKEN_PATH", hub / "token")):
+        if kept.exists():
+            os.environ.setdefault(name, str(kept))
+    os.environ["HOME"] = str(new)
+    if os.environ.get("RANK", "0") == "0":
+        say(f"HOME={old} cannot be written, {new} takes its place")
+
+
+def sweep(cfg: Config, made: list[Path]) -> None:
+    """Where a run has not taken a step, remove what it has put into --out, and the folders that it `made` for that."""
+    try:
+        hold(cfg.out)
+    except (BadInput, OSError):  # it is another run's, or there is no such folder
+        return
+    metrics = Path(cfg.out, "metrics.jsonl")
+    if metrics.exists() and not metrics.stat().st_size:
+        metrics.unlink()
+        metrics.with_name("config.json").unlink(missing_ok=True)
+    if not metrics.exists():
+        metrics.with_name(LOCK).unlink(missing_ok=True)
+    for folder in made:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, run; returns the exit code."""
-    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ.update(alone | os.environ)  # without torchrun: one rank
-    rank = int(os.environ["RANK"])
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # it is closed, or a test's
+            stream.reconfigure(errors="replace")
+    kinds, cfg, rows, rank, scratch, made = (signal.SIGINT, signal.SIGTERM), None, None, 0, "", []
+    before = [signal.getsignal(kind) for kind in kinds]
     try:
-        cfg = parse(argv, rank)
-        given = named(argv)
-        validate(cfg, int(os.environ["WORLD_SIZE"]), given)
-        if (
-            "PYTHONWARNINGS" not in os.environ
-        ):  # libraries warn about much that is meant to be so; set it to see all
-            warnings.simplefilter("ignore")
-            logging.disable(logging.WARNING)
-        rows = check_inputs(cfg, given) if rank == 0 else None
-    except ValueError as e:
-        if rank == 0:
-            print(f"instar: {e}", file=sys.stderr)
-        return 2
-    try:
+        try:
+            rank, world = ranks()
+            for kind in kinds if rank == 0 else ():  # the others end as it ends
+                signal.signal(kind, signal.default_int_handler)
+            find_home()
+            cfg = parse(argv, rank)
+            given = named(argv)
+            validate(cfg, world, given)
+            if (
+                "PYTHONWARNINGS" not in os.environ
+            ):  # libraries warn about much that is meant to be so; set it to see all
+                warnings.simplefilter("ignore")
+                logging.disable(logging.WARNING)
+            if rank == 0:
+                check_limits(cfg)
+                made = [p for p in (Path(cfg.out), *Path(cfg.out).parents) if not p.exists()]
+                rows = check_inputs(cfg, given)
+        except ValueError as e:
+            if rank == 0:
+                say(e)
+            return 2
+        except BrokenPipeError:  # as in `python train.py --help | head`
+            Screen().on_broken_pipe()
+            return 0
+        if rank == 0:  # of Ray's logs and all temporary files; a short name, for Ray's sockets
+            scratch = tempfile.tempdir = tempfile.mkdtemp(prefix="instar-", dir="/tmp")
         run(cfg, rows)
     except tuple(ENDS) as e:
         code, told = next(end for kind, end in ENDS.items() if isinstance(e, kind))
-        logs = f"{'/tmp/ray' if cfg.ray_address else tempfile.gettempdir()}/session_latest/logs"
-        said = told.format(e=e, cause=getattr(e, "cause", e), logs=logs, out=cfg.out)
+        logs = f"{'/tmp/ray' if cfg and cfg.ray_address else scratch}/session_latest/logs"
+        again = f"; --resume --out {cfg.out} goes on" if cfg and checkpoints(cfg.out) else ""
         if rank == 0 or code != 2:  # bad input that every rank finds is told once
-            print("instar: " + said, file=sys.stderr)
+            say(told.format(e=e, cause=getattr(e, "cause", e), logs=logs, again=again))
+        if not isinstance(e, (BadInput, KeyboardInterrupt)):
+            scratch = ""  # with the logs of what has failed
         return code
+    except BaseException:
+        scratch = ""
+        raise
     finally:
+        for kind in kinds:  # they have been heard; nothing may interrupt what follows
+            signal.signal(kind, signal.SIG_IGN)
         ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+        if cfg and rank == 0:
+            sweep(cfg, made)
+        for kind, handler in zip(kinds, before):
+            signal.signal(kind, handler)
     return 0
 
 
