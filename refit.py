@@ -443,18 +443,20 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("checkpoint-"))
 
 
-def hold(out: str) -> None:
+def hold(out: str, wait: float = LOCK_TIMEOUT) -> None:
     """Be the only run in the folder `out` until this process ends, or raise BadInput.
 
     The kernel frees the lock with the process. Children do not inherit it, so that one which lives
     longer blocks nobody. Where the file system has no locks this is told, and the run goes on.
     """
-    path, deadline = Path(out, ".lock"), time.monotonic() + LOCK_TIMEOUT
+    path, deadline = Path(out, LOCK), time.monotonic() + wait
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # never closed: that would free it
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if os.fstat(file).st_nlink:
+                break
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # its holder has removed the other
         except (BlockingIOError, PermissionError):
             if time.monotonic() < deadline:
                 time.sleep(0.1)

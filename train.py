@@ -2056,7 +2056,7 @@ def find_home() -> None:
 def sweep(cfg: Config, made: list[Path]) -> None:
     """Where a run has not taken a step, remove what it has put into --out, and the folders that it `made` for that."""
     try:
-        hold(cfg.out)
+        hold(cfg.out, wait=0.0)
     except (BadInput, OSError):  # it is another run's, or there is no such folder
         return
     metrics = Path(cfg.out, "metrics.jsonl")
@@ -2121,6 +2121,7 @@ def main(argv: list[str] | None = None) -> int:
         for kind in kinds:  # they have been heard; nothing may interrupt what follows
             signal.signal(kind, signal.SIG_IGN)
         ray.shutdown()
+        tempfile.tempdir = None
         shutil.rmtree(scratch, ignore_errors=True)
         if cfg and rank == 0:
             sweep(cfg, made)

@@ -256,6 +256,7 @@ OTHER = {  # another value than the default, which every run that reads the flag
 }
 READER = [  # runs that between them read every flag
     dict(),
+    dict(resume=True, out="x"),
     dict(max_lag=1, is_level="token", partial=True, dynamic_sampling=(0.0, 1.0)),
     dict(eval_data="x", eval_every=1),
     dict(reward="grade.py"),
@@ -558,7 +559,9 @@ def test_without_engines_neither_an_engine_nor_a_runner_is_made_that_could_read_
     assert [name for name, _ in ray.made] == ["Rollouts"]
     played = r"rollout:(Engine|Runner|Rollouts)\.|rollout:(play|parser|launch)$|refit:Refit\."
     gated = r"|train:(check_gates|gates|bounds|sample_trial)$"  # of what an engine sampled
-    asked = r"|train:(watch|molt|times)$"  # --engine_timeout and its like, of no engine
+    asked = (
+        r"|train:(watch|molt|times|check_limits)$"  # --engine_timeout and its like, of no engine
+    )
     for flag in next(only.flags for only in READ if "engines" in only.flags):
         assert not reads_in(Config(**how), flag)
         assert all(re.match(played + gated + asked, f) for f in flags.readers(flag)), flag

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -102,8 +102,9 @@ def test_every_flag_is_in_exactly_one_class():
 def another(name: str):
     """A value of a flag that is not its default, which `compare` need not be able to run with."""
     value, kind = getattr(Config(), name), FLAGS[name].type
-    if get_origin(kind) and get_args(kind) and isinstance(value, str):
-        return next(choice for choice in get_args(kind) if choice != value)
+    for kind in (kind, *get_args(kind)):  # the second one of Literal[...] | None
+        if get_origin(kind) is Literal and isinstance(value, str):
+            return next(choice for choice in get_args(kind) if choice != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):

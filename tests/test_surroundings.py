@@ -25,6 +25,7 @@ from test_rollout import FakeRay
 import rollout
 import train
 from agent import BadInput, Env, Task, load, load_agent, rooted
+from refit import LOCK
 from train import Config
 
 ROOT = Path(train.__file__).resolve().parent
@@ -490,7 +491,8 @@ def test_of_a_run_without_a_step_nothing_is_left_and_of_another_all(tmp_path):
     assert os.listdir(made[0]) == ["mine"]
     fill('{"step": 1}\n')
     train.sweep(cfg, made)
-    assert sorted(os.listdir(made[0])) == ["config.json", "metrics.jsonl", "mine"]
+    kept = [LOCK, "config.json", "metrics.jsonl", "mine"]
+    assert sorted(os.listdir(made[0])) == kept
 
 
 @pytest.mark.parametrize(
