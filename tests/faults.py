@@ -129,7 +129,7 @@ def main() -> int:
     before(train, "watch", decode)
     before(refit.Refit, "__call__", lambda _, version: versions.append(version))
     before(refit.Refit, "send", sent)
-    before(train, "training_state", lambda *_: faults.moment("checkpoint"))
+    before(refit, "training_state", lambda *_: faults.moment("checkpoint"))
     before(train.Log, "write", lambda log, m: faults.note(step=m["step"]))
     return train.main(argv)
 

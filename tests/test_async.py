@@ -9,6 +9,7 @@ import torch
 from test_run import finish, metrics, start
 from tiny import upcycle
 
+import refit
 import train
 from replay import pack
 from rollout import read_batch
@@ -106,7 +107,7 @@ def test_every_token_is_stamped_with_the_version_whose_weights_give_its_log_prob
     for version in range(STEPS):
         if version:
             monkeypatch.setattr(
-                train, "checkpoints", lambda out, v=version: [Path(out, f"checkpoint-{v:06d}")]
+                refit, "checkpoints", lambda out, v=version: [Path(out, f"checkpoint-{v:06d}")]
             )
             train.load_checkpoint(cfg, {"policy": policy})
         for s in segments:
