@@ -1,7 +1,12 @@
 """Fixtures. Engines are real, start once a session and are shared; each test leaves them as it found them."""
 
+import contextlib
 import os
+import re
+import shutil
 import sys
+import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -288,29 +293,70 @@ def adapted(cluster, process_group, tiny):
 
 @pytest.fixture
 def traces(monkeypatch):
-    """Marks what is started; after the test nothing of it may be left: no process (so no port), no shared memory, no socket."""
-    mark, before = uuid.uuid4().hex, {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    """After the test nothing may be left of what it started, see `traced`."""
+    with traced(monkeypatch):
+        yield
+
+
+@contextlib.contextmanager
+def traced(monkeypatch, patience: float = 90.0):
+    """Nothing may be left of the processes that are started within: none of them (so no port), no
+    shared memory and no folder that one of them had. What other programs do is not looked at.
+
+    A mark in the environment tells them from others, and they have a folder for temporary files of
+    their own. Of a head that was killed Ray's agent waits for a minute, hence the patience.
+    """
+    mark, had, over = uuid.uuid4().hex, set(), threading.Event()
+    there = {f"{at}/{name}" for at in ("/tmp", "/dev/shm") for name in os.listdir(at)}
+    scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, for sockets
     monkeypatch.setenv("INSTAR_TEST", mark)
-    yield
-    deadline = time.monotonic() + 90  # of a head that was killed Ray's agent waits for a minute
-    while left := marked(mark):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-    new = {*os.listdir("/dev/shm"), *os.listdir("/tmp")} - before
-    assert not [
-        name for name in new if not name.startswith(("instar-", "pytest", "torchelastic", "tmp"))
-    ], new
+    monkeypatch.setenv("TMPDIR", str(scratch))
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            for pid in marked(mark):
+                had.update(places(pid))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield had
+        deadline = time.monotonic() + patience
+        while left := marked(mark):
+            assert time.monotonic() < deadline, list(left.values())
+            time.sleep(0.2)
+    finally:
+        over.set()
+        watcher.join()
+    kept = [Path(p) for p in had if Path(p).name.startswith("instar-")]
+    own = {str(p) for p in scratch.iterdir() if not p.name.startswith(("torchelastic", "tmp"))}
+    other = {str(scratch), *map(str, kept), *there}  # its output may go to a file that was there
+    left = {p for p in had - other if os.path.exists(p)} | own
+    for folder in [scratch, *kept]:  # of a run that has failed its folder is left, as documented
+        shutil.rmtree(folder, ignore_errors=True)
+    assert not left, left
 
 
-def marked(mark: str) -> list[str]:
-    """Command lines of the processes, but this one, that have the mark in their environment."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if pid != str(os.getpid()) and mark in Path("/proc", pid, "environ").read_text(
+def marked(mark: str) -> dict[int, str]:
+    """Process id -> command line of those, but this one, that have the mark in their environment."""
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_text(
                 errors="replace"
             ):
-                found.append(Path("/proc", pid, "cmdline").read_text())
-        except OSError:
-            continue
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     return found
+
+
+def places(pid: int) -> set[str]:
+    """The entries of /dev/shm and /tmp, but pytest's, in which a process has a file or is itself."""
+    paths = []
+    with contextlib.suppress(OSError):  # it has just ended
+        paths = Path(f"/proc/{pid}/maps").read_text().split()
+        folder = Path(f"/proc/{pid}/fd")
+        for link in [Path(f"/proc/{pid}/cwd"), *folder.iterdir()]:
+            with contextlib.suppress(OSError):  # it has just been closed
+                paths.append(os.readlink(link))
+    found = {m[0] for p in paths if (m := re.match(r"/(dev/shm|tmp)/[^/]+", p))}
+    return {p for p in found if not p.startswith("/tmp/pytest-")}

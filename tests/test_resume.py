@@ -102,9 +102,9 @@ def test_every_flag_is_in_exactly_one_class():
 def another(name: str):
     """A value of a flag that is not its default, which `compare` need not be able to run with."""
     value, kind = getattr(Config(), name), FLAGS[name].type
-    for kind in (kind, *get_args(kind)):  # the second one of Literal[...] | None
-        if get_origin(kind) is Literal and isinstance(value, str):
-            return next(choice for choice in get_args(kind) if choice != value)
+    for choices in (kind, *get_args(kind)):  # the second one of Literal[...] | None
+        if get_origin(choices) is Literal and isinstance(value, str):
+            return next(choice for choice in get_args(choices) if choice != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
