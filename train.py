@@ -53,7 +53,7 @@ from rich.text import Text
 
 import estimator
 import loss
-from agent import BadInput, InvariantError, Result, Segment, Trace, load_agent
+from agent import BadInput, InvariantError, Result, Segment, Trace, bad_input, load_agent
 from estimator import ESTIMATORS, GROUP_ESTIMATORS
 from loss import CLIPS, LOSSES, SEQUENCE_LOSSES
 from refit import (
@@ -80,7 +80,7 @@ from replay import (
     pack,
     plan,
 )
-from rollout import DEATHS, launch, load_rows, messages_of
+from rollout import DEATHS, begun, canonical, column, launch, load_rows, tools_of
 from server import Chat
 
 # Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
@@ -98,10 +98,13 @@ class Config:
     # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one
     # reply to each prompt
     reward: str = ""
-    # prompts: a jsonl, json or parquet file, or a hub dataset
+    # prompts: a jsonl, json (or either as gz, bz2, xz) or parquet file, or a hub dataset
     data: str = "examples/starter/train.jsonl"
-    prompt_key: str = "prompt"  # column with the prompt: a text or a list of chat messages
-    label_key: str = "label"  # column with the label that the agent's reward needs; may be absent
+    # column with the prompt: a text or a list of chat messages; a.b: entry b of column a
+    prompt_key: str = "prompt"
+    # column with the label that the agent's reward needs, named in the same way; this one may be
+    # absent
+    label_key: str = "label"
     # draw rows in a seeded order, another one each pass; else as they stand in the file
     shuffle: bool = True
     # passes over the data before the run ends by itself; 0 repeats until --steps
@@ -525,24 +528,38 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
     ]
 
 
+def check_rows(cfg: Config, flag: str, data: str) -> list[dict]:
+    """The rows of --data or --eval_data. Raises BadInput with the flag, the file, the row and the fix."""
+    name, labels, rows = f"--{flag} {data}", 0, load_rows(data, cfg.prompt_key, f"--{flag}")
+    for i, row in enumerate(rows):
+        labelled = column(row, cfg.label_key) is not None
+        labels += labelled
+        with bad_input(f"{name}: row {i}"):
+            turns = canonical(column(row, cfg.prompt_key), tools_of(row))[1]
+            if not any(t.text or t.role == "assistant" and t.calls for t in turns):
+                raise ValueError(f"its {cfg.prompt_key!r} has no text; fill it in")
+            if cfg.estimator != "sft":
+                begun(turns)
+            elif not labelled and not any(t.role == "assistant" for t in turns):
+                lack = f"no assistant message and no {cfg.label_key!r} to learn"
+                raise BadInput(f"{name}: row {i} has {lack}")
+    if not labels and cfg.label_key != Config.label_key:
+        fix = f"the first has only {list(rows[0])}; set --label_key"
+        raise BadInput(f"{name}: no row has a {cfg.label_key!r}, {fix}")
+    return rows
+
+
 def check_inputs(cfg: Config) -> list[dict]:
     """Look at the files before any process starts; returns the data rows. Raises ValueError with the flag and the fix."""
     from transformers import AutoConfig
 
-    try:
-        if cfg.estimator != "sft":
+    if cfg.estimator != "sft":
+        flag = "reward" if cfg.agent_cmd or cfg.reward else "agent"
+        with bad_input(f"--{flag} {getattr(cfg, flag)}"):
             load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
-    except (OSError, AttributeError) as e:
-        raise ValueError(e) from None
-    rows = load_rows(cfg.data, cfg.prompt_key)
-    for i, row in enumerate(rows if cfg.estimator == "sft" else []):
-        said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
-        if not said and row.get(cfg.label_key) is None:
-            raise ValueError(
-                f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
-            )
+    rows = check_rows(cfg, "data", cfg.data)
     if cfg.eval_data:
-        load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
+        check_rows(cfg, "eval_data", cfg.eval_data)
     models = {
         flag: path
         for flag in ("critic_model", "ref_model", "model")
@@ -1290,7 +1307,7 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     best: {checkpoint, version, score} of the best pass@1 so far, updated in place. Raises InvariantError for mixed versions.
     """
     cfg, n, found = r.cfg, r.cfg.eval_samples, {}
-    rows = load_rows(cfg.eval_data, cfg.prompt_key)
+    rows = load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
     if (outs := awaited(r, version, "evaluate", rows)) == "stop":
         return found
     if (seen := set().union(*(out["versions"] for out in outs))) - {version}:
