@@ -336,7 +336,8 @@ async def play(
     env, task: Task, chat: Chat, generate, cfg, call, group_id: int = 0, rollout_id: int = 0
 ) -> Rollout:
     """One episode of an Env. `generate(ids, max_tokens, known) -> Reply`; `call` awaits a sync or async method."""
-    trace = Trace(heard(chat, env.reset, await call(env.reset, task)))
+    name = type(env).__name__
+    trace = Trace(heard(chat, f"{name}.reset", await call(env.reset, task)))
     result, other_ids = Result(truncated=True), 0  # by a limit, unless the agent ends it
     for _ in range(cfg.max_turns):
         room = cfg.max_context - len(trace)
@@ -354,7 +355,7 @@ async def play(
         if done:
             result.truncated = False
             break
-        trace.context(heard(chat, env.step, observation, trace.tokens[-1]))
+        trace.context(heard(chat, f"{name}.step", observation, trace.tokens[-1]))
     result.reward = sum(result.turn_rewards)
     segments = [trace.segment(result, group_id, rollout_id)] if trace.replies else []
     return Rollout(
@@ -736,10 +737,12 @@ class Rollouts:
         cfg, at = self.cfg, order(self.cfg, len(self.rows), group.id)
         row = self.rows[at]
         if self.chat:
-            with bad_input(f"--data: row {at}"):  # the template may be unable to show it
+            try:
                 found = await demonstrate(
                     self.chat, row, cfg.prompt_key, cfg.label_key, cfg.max_context
                 )
+            except ValueError as e:  # what the template cannot show, for one
+                raise BadInput(f"--data: row {at}: {e}") from None
             result = Result(
                 truncated=not found or any(s.truncated for s in found)
             )  # --max_context has cut replies off
@@ -1009,6 +1012,8 @@ def read_rows(data: str, clean: set[str]) -> list:
     if os.path.isfile(data):
         kinds = "jsonl, json (each also as gz, bz2 or xz) and parquet"
         raise ValueError(f"a file is read by its suffix, which is to be one of {kinds}")
+    if not os.path.isdir(data) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data):
+        raise ValueError("there is no such file, and no dataset of the hub has such a name")
     return read_dataset(data, clean)
 
 
@@ -1133,26 +1138,30 @@ def canonical(prompt, tools=()) -> tuple[list[dict], list[In | As], list[dict]]:
         raise ValueError(f"{str(prompt)[:60]!r} is neither a text nor a list of chat messages")
     messages = list(prompt)
     if messages and not tools and all(map(is_plain, messages)):
-        said = [(m["role"], m["content"]) for m in messages]
-        return (
-            messages,
-            [As(t, None, (), ()) if r == "assistant" else In(r, t) for r, t in said],
-            [],
-        )
-    # numpy's scalars and arrays become JSON's; what else is no JSON may only stand where nobody reads it
-    messages, tools = json.loads(
-        json.dumps(
-            [messages, tools], default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)
-        )
-    )
+        turns = [
+            As(m["content"], None, (), ())
+            if m["role"] == "assistant"
+            else In(m["role"], m["content"])
+            for m in messages
+        ]
+        return messages, turns, []
+    try:
+        text = json.dumps([messages, tools], default=as_json, ensure_ascii=False)
+        messages, tools = json.loads(text.encode(errors="replace"))  # no half of a surrogate pair
+    except (TypeError, RecursionError) as e:
+        raise ValueError(f"these messages are no JSON: {e}") from None
     for i, m in enumerate(messages):
-        parts = m.get("content") if isinstance(m, dict) and m.get("role") != "tool" else ()
-        if isinstance(parts, list) and any(
-            isinstance(p, dict) and p.get("type") in IMAGES for p in parts
-        ):
+        parts = m.get("content") if isinstance(m, dict) and m.get("role") != "tool" else None
+        kinds = [p.get("type") for p in parts or () if isinstance(p, dict)]
+        if any(kind in IMAGES for kind in kinds):
             raise ValueError(f"messages[{i}] holds an image: models read text only so far")
     request = read_chat({"messages": messages, "tools": tools}, {})
     return messages, request.turns, request.tools
+
+
+def as_json(value):
+    """What json does not know: numpy's scalars and arrays, else a text, as of a date that no template reads."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def is_plain(m) -> bool:
@@ -1162,6 +1171,7 @@ def is_plain(m) -> bool:
         and m.keys() == {"role", "content"}
         and m["role"] in ("system", "user", "assistant")
         and type(m["content"]) is str
+        and (m["content"].isascii() or not re.search("[\ud800-\udfff]", m["content"]))
     )
 
 
@@ -1182,10 +1192,10 @@ READ = ("role", "content", "reasoning_content", "reasoning", "tool_calls", "func
 READ += ("tool_call_id", "provider_specific_fields")
 
 
-def heard(chat: Chat, method, prompt, last: int | None = None) -> list[int]:
-    """Ids of the messages that an Env's method returned: a whole prompt, or what follows a reply whose `last` id is given. Where
-    they end with the assistant the policy goes on from its text, as it does for a client. Raises ValueError that names the
-    method."""
+def heard(chat: Chat, method: str, prompt, last: int | None = None) -> list[int]:
+    """Ids of the messages that a method of an Env returned: a whole prompt, or what follows a reply whose `last` id is given.
+    Where they end with the assistant the policy goes on from its text, as it does for a client. Raises ValueError that names
+    the method."""
     try:
         messages, turns, _ = canonical(prompt)
         text, forest = begun(turns), Forest(chat, None, None, 0, 0, {})
@@ -1196,7 +1206,7 @@ def heard(chat: Chat, method, prompt, last: int | None = None) -> list[int]:
         told = told[: len(told) - (turns[-1].role == "assistant")]
         ids = chat.opening(told) if last is None else chat.following(told, last)[0]
     except ValueError as e:
-        raise ValueError(f"{method.__qualname__} returned messages that do not fit: {e}") from None
+        raise ValueError(f"{method} returned messages that do not fit: {e}") from None
     return ids + chat.encode(chat.plain(text))
 
 
@@ -1227,11 +1237,11 @@ async def demonstrate(
     row: chat messages under `prompt_key`; where they end with the user, the label is the reply. A template that rewrites the
     past begins a new row, as in a rollout; whole replies beyond max_context are cut off. Raises ValueError without a reply.
     """
-    tools, label = tools_of(row), column(row, label_key)
-    messages, turns, tools = canonical(column(row, prompt_key), tools)
+    prompt, label, tools = column(row, prompt_key), column(row, label_key), tools_of(row)
+    messages, turns, schemas = canonical(prompt, tools)
     if turns[-1].role != "assistant" and label is not None:
-        messages = [*messages, {"role": "assistant", "content": str(label)}]
-        turns = [*turns, As(str(label), None, (), ())]
+        answer = {"role": "assistant", "content": str(label)}
+        messages, turns, schemas = canonical([*messages, answer], tools)
     asked, shown = (
         {"role": "user", "content": "?"},
         {"role": "tool", "content": "?", "tool_call_id": short("")},
@@ -1263,8 +1273,8 @@ async def demonstrate(
     forest = Forest(chat, generate, parse, 1, 1 << 30, {})
     for at, said in enumerate(turns):
         if said.role == "assistant":
-            req = Request("chat", "", turns[:at], {}, False, 0, tools=tools)
-            told = [forest.message(t) for t in turns[: at + 1]], tools
+            req = Request("chat", "", turns[:at], {}, False, 0, tools=schemas)
+            told = [forest.message(t) for t in turns[: at + 1]], schemas
             now = messages[at], said
             (node,) = forest.answer(req)
             await node.task
