@@ -54,12 +54,14 @@ def bad_input(what: str):
 
 def place(error: BaseException) -> str:
     """Where a file that is neither this project's, Python's nor an installed one raised, " (file, line n)", or empty."""
-    libraries = "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     here = os.path.dirname(os.path.abspath(__file__))
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith(libraries) and os.path.dirname(f.filename) != here
+        if os.path.isabs(f.filename)  # else it is compiled
+        and not f.filename.startswith(libraries)
+        and os.path.dirname(f.filename) != here
     ]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 

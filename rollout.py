@@ -1152,7 +1152,8 @@ def canonical(prompt, tools=()) -> tuple[list[dict], list[In | As], list[dict]]:
         raise ValueError(f"these messages are no JSON: {e}") from None
     for i, m in enumerate(messages):
         parts = m.get("content") if isinstance(m, dict) and m.get("role") != "tool" else None
-        kinds = [p.get("type") for p in parts or () if isinstance(p, dict)]
+        parts = parts if isinstance(parts, list) else []
+        kinds = [p.get("type") for p in parts if isinstance(p, dict)]
         if any(kind in IMAGES for kind in kinds):
             raise ValueError(f"messages[{i}] holds an image: models read text only so far")
     request = read_chat({"messages": messages, "tools": tools}, {})
