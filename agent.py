@@ -50,6 +50,35 @@ class BadInput(ValueError):
     """A fault of the user's flags, data or agent, which the message names; the run ends with exit code 2."""
 
 
+@contextlib.contextmanager
+def bad_input(what: str):
+    """Whatever looking at an input of the user's raises is a fault of the input: BadInput that says `what` was looked at and the
+    cause in one line, with the place in the user's own Python file. A message that names its flag stays; so does Ctrl-C."""
+    try:
+        yield
+    except (BadInput, KeyboardInterrupt):
+        raise
+    except BaseException as e:
+        text = (str(e).strip().splitlines() or [""])[0][:400]
+        kind = "" if isinstance(e, ValueError) else type(e).__name__
+        parts = [text] if text.startswith("--") else filter(None, (what, kind, text))
+        raise BadInput(": ".join(parts) + place(e)) from None
+
+
+def place(error: BaseException) -> str:
+    """Where a file that is neither this project's, Python's nor an installed one raised, " (file, line n)", or empty."""
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    here = os.path.dirname(os.path.abspath(__file__))
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if os.path.isabs(f.filename)  # else it is compiled
+        and not f.filename.startswith(libraries)
+        and os.path.dirname(f.filename) != here
+    ]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
 class InvariantError(RuntimeError):
     """A property that makes an update valid does not hold: token identity, policy version, forward consistency or refit.
 

@@ -9,17 +9,21 @@ imports vllm, and a Runner's whose model has parsers. Nothing here knows of loss
 """
 
 import asyncio
+import bz2
 import contextlib
 import copy
 import ctypes
+import gzip
 import inspect
 import itertools
 import json
+import lzma
 import math
 import os
 import re
 import reprlib
 import signal
+import tempfile
 import time
 import uuid
 from collections import Counter, defaultdict
@@ -46,6 +50,7 @@ from agent import (
     Segment,
     Task,
     Trace,
+    bad_input,
     bound,
     digest,
     load_agent,
@@ -54,7 +59,7 @@ from agent import (
     write_batch,
 )
 from estimator import keeps
-from server import BadRequest, Chat, Forest, Request, Server, read_chat, short
+from server import IMAGES, As, BadRequest, Chat, Forest, In, Request, Server, read_chat, short
 
 DEATHS, RUNNER_DEATHS = (
     5,
@@ -348,7 +353,7 @@ async def play(
     read)` as Guest.call."""
     name = type(env).__name__
     opening = await call(env.reset, task, read=partial(read_messages, f"{name}.reset returned"))
-    trace = Trace(chat.opening(opening))
+    trace = Trace(heard(chat, f"{name}.reset", opening))
     result, other_ids = Result(truncated=True), 0  # by a limit, unless the agent ends it
     for _ in range(cfg.max_turns):
         room = cfg.max_context - len(trace)
@@ -365,7 +370,7 @@ async def play(
         if observation is None:
             result.truncated = False
             break
-        trace.context(chat.following(observation, trace.tokens[-1])[0])
+        trace.context(heard(chat, f"{name}.step", observation, trace.tokens[-1]))
     result.reward = number(
         sum(result.turn_rewards), f"{name}.step returned rewards of the sum", MOST
     )
@@ -433,21 +438,12 @@ def named(values, what: str) -> dict:
 
 
 def read_messages(what: str, value) -> list[dict]:
-    """Chat messages, or the text of the user's."""
-    texts = isinstance(value, str)
-    if not texts and not (
-        isinstance(value, list | tuple) and all(isinstance(m, dict) for m in value)
-    ):
-        wrong = "which is neither a text nor a list of chat messages"
-        raise TypeError(f"{what} {brief(value)}, {wrong}")
-    if not value and not texts:
-        raise ValueError(f"{what} no message")
+    """Chat messages, or the text of the user's, as JSON's own types."""
     try:
-        # half a character cannot be encoded
-        text = json.dumps(messages_of(value), ensure_ascii=False).encode("utf-8", "replace")
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise TypeError(f"{what} {brief(value)}, which is not JSON: {e}") from None
+        text = json.dumps(canonical(value)[0], ensure_ascii=False)
+    except ValueError as e:
+        raise ValueError(f"{what} messages that do not fit: {e}") from None
+    return json.loads(text.encode("utf-8", "replace"))  # half a character cannot be encoded
 
 
 def read_info(what: str, info) -> dict[str, float | str]:
@@ -477,7 +473,7 @@ def read_step(what: str, answer) -> tuple[list[dict] | None, Result]:
     earned = Result(reward, [reward], rewards, read_info(what, info))
     if truth(done, f"{what} done as"):
         return None, earned
-    return read_messages(f"{what} the observation", observation), earned
+    return read_messages(what, observation), earned
 
 
 def read_result(what: str, answer) -> Result:
@@ -901,11 +897,15 @@ class Rollouts:
 
     async def play(self, group: Group) -> list[Rollout]:
         """All rollouts of one prompt that did not fail; none when too few are left, twice. Of sft: its demonstration."""
-        cfg, row = self.cfg, self.rows[order(self.cfg, len(self.rows), group.id)]
+        cfg, at = self.cfg, order(self.cfg, len(self.rows), group.id)
+        row = self.rows[at]
         if self.chat:
-            found = await demonstrate(
-                self.chat, row, cfg.prompt_key, cfg.label_key, cfg.max_context
-            )
+            try:
+                found = await demonstrate(
+                    self.chat, row, cfg.prompt_key, cfg.label_key, cfg.max_context
+                )
+            except ValueError as e:  # what the template cannot show, for one
+                raise BadInput(f"--data: row {at}: {e}") from None
             result = Result(
                 truncated=not found or any(s.truncated for s in found)
             )  # --max_context has cut replies off
@@ -942,8 +942,11 @@ class Rollouts:
         raise RuntimeError(f"a Runner has died {RUNNER_DEATHS} times while it played one group")
 
     def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
-        cfg, tools = self.cfg, row.get("tools") or []
-        messages, label = messages_of(row[cfg.prompt_key]), row.get(cfg.label_key)
+        """One task of a row for each seed. Its messages are the row's, with a text for each content."""
+        cfg, tools, label = self.cfg, tools_of(row), column(row, self.cfg.label_key)
+        messages, turns, _ = canonical(column(row, cfg.prompt_key))
+        # a tool's picture is for whoever can see it
+        messages = [m if t.images else m | {"content": t.text} for m, t in zip(messages, turns)]
         return [
             Task(messages, label, row, cfg.seed * 1_000_003 + seed, tools=tools) for seed in seeds
         ]
@@ -1111,33 +1114,148 @@ class Rollouts:
             rollouts[row["rollout"]].rows.append(self.keep(segment))
 
 
+PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
 def load_rows(data: str, prompt_key: str, flag: str = "--data") -> list[dict]:
-    """All rows of a jsonl, json or parquet file or a hub dataset; raises ValueError naming the flag or the bad row."""
-    from datasets import disable_progress_bars, load_dataset
+    """All rows of a file or a hub dataset, just as it has them; raises BadInput naming the flag, the file and the bad row.
+
+    jsonl and json arrive as json.loads gives them, parquet and a dataset as their schema says, without the nulls that Arrow
+    puts into prompts and tools.
+    """
+    name = f"{flag} {data}"
+    with bad_input(name):
+        rows = read_rows(data, {prompt_key, "tools"})
+        if not rows:
+            raise ValueError("there are no rows")
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise BadInput(f"{name}: row {i} is no JSON object but {str(row)[:60]!r}")
+        if not column(row, prompt_key):
+            if i or column(row, prompt_key) is not None:
+                fix = "fill it in, or set --prompt_key"
+            else:
+                fix = f"only {list(row)}; set --prompt_key"
+            raise BadInput(f"{name}: row {i} has no {prompt_key!r}; {fix}")
+    return rows
+
+
+def read_rows(data: str, clean: set[str]) -> list:
+    """Rows of a file by its suffix, in either case, or of the split "train" of a hub dataset or a folder like one."""
+    root, kind = os.path.splitext(data.lower())
+    packed = PACKED.get(kind)
+    kind = os.path.splitext(root)[1] if packed else kind
+    text = kind in (".jsonl", ".json")
+    if (text or kind == ".parquet" and not packed) and not os.path.isdir(data):
+        if not os.path.isfile(data):
+            raise ValueError("there is no such file")
+        if os.path.getsize(data) == 0:
+            raise ValueError("the file is empty")
+        return read_json(data, packed or open) if text else read_parquet(data, clean)
+    if os.path.isfile(data):
+        kinds = "jsonl, json (each also as gz, bz2 or xz) and parquet"
+        raise ValueError(f"a file is read by its suffix, which is to be one of {kinds}")
+    if not os.path.isdir(data) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data):
+        raise ValueError("there is no such file, and no dataset of the hub has such a name")
+    return read_dataset(data, clean)
+
+
+def read_json(path: str, opened=open) -> list:
+    """Rows of a file with a JSON object on each line or with one list of them, as json.loads gives them."""
+    rows = []
+    with opened(path, "rb") as file:
+        for n, line in enumerate(file, 1):
+            if not rows and line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+                return json.loads(line + file.read())
+            try:
+                if line.strip():
+                    rows.append(json.loads(line))
+            except json.JSONDecodeError as e:
+                told = f"line {n} is no JSON object ({e.msg}, column {e.colno})"
+                raise ValueError(
+                    f"{told}; it takes one on each line, or one list of them"
+                ) from None
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f"line {n}: {e}") from None
+    return rows
+
+
+def read_parquet(path: str, clean: set[str]) -> list[dict]:
+    from pyarrow.parquet import read_table
+
+    return arrow_rows(read_table(path, partitioning=None), clean)
+
+
+def read_dataset(name: str, clean: set[str]) -> list:
+    """Rows of a hub dataset, or of a folder that is laid out as one, as the schema that it declares says. Of one that is made of
+    json files and declares none the files are read, since `datasets` would infer a schema."""
+    from datasets import DownloadManager, disable_progress_bars, load_dataset, load_dataset_builder
+    from datasets.exceptions import DatasetGenerationError
+    from datasets.packaged_modules.json.json import Json
 
     disable_progress_bars()
-    kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(data.rsplit(".", 1)[-1])
-    if kind and not os.path.isfile(data):
-        raise ValueError(f"{flag} {data}: there is no such file")
-    if kind and os.path.getsize(data) == 0:
-        raise ValueError(f"{flag} {data}: the file is empty")
-    rows = (
-        load_dataset(kind, data_files=data, split="train")
-        if kind
-        else load_dataset(data, split="train")
-    )
-    if len(rows) == 0:
-        raise ValueError(f"{flag} {data}: there are no rows")
-    if prompt_key not in rows.column_names:
-        raise ValueError(
-            f"{flag} {data}: row 0 has no {prompt_key!r}, only {rows.column_names}; set --prompt_key"
-        )
-    for i, prompt in enumerate(rows[prompt_key]):
-        if not prompt:
-            raise ValueError(
-                f"{flag} {data}: row {i} has no {prompt_key!r}; fill it in, or set --prompt_key"
-            )
-    return rows.to_list()
+    builder = load_dataset_builder(name)
+    if isinstance(builder, Json):
+        with tempfile.TemporaryDirectory() as fresh:  # without what it once inferred
+            builder = load_dataset_builder(name, cache_dir=fresh)
+        if not builder.info.features and not builder.config.field:
+            splits = builder.config.data_files
+            if "train" not in splits:
+                raise ValueError(f"it has no split 'train', only {[str(s) for s in splits]}")
+            paths = DownloadManager(name).download_and_extract(list(splits["train"]))
+            return [row for path in paths for row in read_json(path)]
+    try:
+        return arrow_rows(load_dataset(name, split="train").with_format("arrow")[:], clean)
+    except DatasetGenerationError as e:
+        raise (e.__cause__ or e) from None
+
+
+def arrow_rows(table, clean: set[str]) -> list[dict]:
+    """Rows of an Arrow table. clean: dotted names of what loses the nulls that Arrow fills objects up with."""
+    columns, roots = [], clean | {name.partition(".")[0] for name in clean}
+    for kind, values in zip(table.schema, table.columns):
+        values = values.to_pylist(maps_as_pydicts="strict")
+        if kind.name in roots or "arrow.json" in str(kind.type):
+            values = [native(value, kind.type, clean, kind.name) for value in values]
+        columns.append(values)
+    return [dict(zip(table.column_names, row)) for row in zip(*columns)]
+
+
+def native(value, kind, clean: set[str], name: str, drop: bool = False):
+    """A value of the Arrow type `kind`, its texts of JSON read. Where a null stands for "there is none", and not for what
+    somebody has written, it is in an entry of a struct; those are dropped in `clean` columns."""
+    import pyarrow as pa
+
+    drop = drop or name in clean
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        kept = [entry for entry in kind if not drop or value[entry.name] is not None]
+        return {
+            e.name: native(value[e.name], e.type, clean, f"{name}.{e.name}", drop) for e in kept
+        }
+    if pa.types.is_map(kind):
+        return {k: native(v, kind.item_type, clean, name, drop) for k, v in value.items()}
+    if pa.types.is_nested(kind):
+        return [native(v, kind.value_type, clean, name, drop) for v in value]
+    return value
+
+
+def column(row: dict, key: str):
+    """The value of a column; of a.b, where no column has that name, entry b of column a. None where there is none."""
+    if key in row:
+        return row[key]
+    for name in key.split("."):
+        row = row.get(name) if isinstance(row, dict) else None
+    return row
+
+
+def tools_of(row: dict) -> list[dict]:
+    """The function schemas of a row, which may be written as a text of JSON."""
+    tools = row.get("tools") or []
+    return json.loads(tools) if isinstance(tools, str) else tools
 
 
 @lru_cache(4)
@@ -1151,8 +1269,92 @@ def order(cfg, n: int, position: int) -> int:
     return int(permutation(cfg.seed, passes, n)[at]) if cfg.shuffle else at
 
 
-def messages_of(prompt: str | list[dict]) -> list[dict]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def canonical(prompt, tools=()) -> tuple[list[dict], list[In | As], list[dict]]:
+    """Messages of a row, an Env or a demonstration, with what `read_chat` makes of them and of the tools, as it does of a
+    client's: (messages in JSON's own types, a turn for each, function schemas).
+
+    prompt: what a user says, or chat messages. Raises ValueError, which names the message and what is wrong with it.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    try:
+        messages = None if isinstance(prompt, (dict, bytes)) else list(prompt)
+    except TypeError:
+        messages = None
+    if messages is None:
+        raise ValueError(f"{brief(prompt)} is neither a text nor a list of chat messages")
+    if messages and not tools and all(map(is_plain, messages)):
+        turns = [
+            As(m["content"], None, (), ())
+            if m["role"] == "assistant"
+            else In(m["role"], m["content"])
+            for m in messages
+        ]
+        return messages, turns, []
+    try:
+        text = json.dumps([messages, tools], default=as_json, ensure_ascii=False)
+        messages, tools = json.loads(text.encode(errors="replace"))  # no half of a surrogate pair
+    except (TypeError, RecursionError) as e:
+        raise ValueError(f"these messages are no JSON: {e}") from None
+    for i, m in enumerate(messages):
+        parts = m.get("content") if isinstance(m, dict) and m.get("role") != "tool" else None
+        parts = parts if isinstance(parts, list) else []
+        kinds = [p.get("type") for p in parts if isinstance(p, dict)]
+        if any(kind in IMAGES for kind in kinds):
+            raise ValueError(f"messages[{i}] holds an image: models read text only so far")
+    request = read_chat({"messages": messages, "tools": tools}, {})
+    return messages, request.turns, request.tools
+
+
+def as_json(value):
+    """What json does not know: numpy's scalars and arrays, else a text, as of a date that no template reads."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def is_plain(m) -> bool:
+    """Whether a message is its own canonical form: a text that somebody says."""
+    return (
+        type(m) is dict
+        and m.keys() == {"role", "content"}
+        and m["role"] in ("system", "user", "assistant")
+        and type(m["content"]) is str
+        and (m["content"].isascii() or not re.search("[\ud800-\udfff]", m["content"]))
+    )
+
+
+def begun(turns: list[In | As]) -> str:
+    """What the assistant says at the end of messages: the text that the policy goes on from, "" where there is none. Raises
+    ValueError where it cannot."""
+    *before, last = turns
+    if last.role != "assistant":
+        return ""
+    if last.calls or last.reasoning or not before:
+        lack = "holds more than text" if before else "is the only one"
+        raise ValueError(f"the last message is the assistant's and {lack}: no reply can follow it")
+    return last.text
+
+
+# of a message, what its canonical form says; all else that a template may ask for stays as it is
+READ = ("role", "content", "reasoning_content", "reasoning", "tool_calls", "function_call")
+READ += ("tool_call_id", "provider_specific_fields")
+
+
+def heard(chat: Chat, method: str, prompt, last: int | None = None) -> list[int]:
+    """Ids of the messages that a method of an Env returned: a whole prompt, or what follows a reply whose `last` id is given.
+    Where they end with the assistant the policy goes on from its text, as it does for a client. Raises ValueError that names
+    the method."""
+    try:
+        messages, turns, _ = canonical(prompt)
+        text, forest = begun(turns), Forest(chat, None, None, 0, 0, {})
+        told = [
+            {k: v for k, v in m.items() if k not in READ and v is not None} | forest.message(t)
+            for m, t in zip(messages, turns)
+        ]
+        told = told[: len(told) - (turns[-1].role == "assistant")]
+        ids = chat.opening(told) if last is None else chat.following(told, last)[0]
+    except ValueError as e:
+        raise ValueError(f"{method} returned messages that do not fit: {e}") from None
+    return ids + chat.encode(chat.plain(text))
 
 
 def spoken(chat: Chat, messages: list[dict], tools: list[dict]) -> str:
@@ -1182,9 +1384,11 @@ async def demonstrate(
     row: chat messages under `prompt_key`; where they end with the user, the label is the reply. A template that rewrites the
     past begins a new row, as in a rollout; whole replies beyond max_context are cut off. Raises ValueError without a reply.
     """
-    messages, tools = messages_of(row[prompt_key]), row.get("tools") or []
-    if messages[-1]["role"] != "assistant" and row.get(label_key) is not None:
-        messages = [*messages, {"role": "assistant", "content": str(row[label_key])}]
+    prompt, label, tools = column(row, prompt_key), column(row, label_key), tools_of(row)
+    messages, turns, schemas = canonical(prompt, tools)
+    if turns[-1].role != "assistant" and label is not None:
+        answer = {"role": "assistant", "content": str(label)}
+        messages, turns, schemas = canonical([*messages, answer], tools)
     asked, shown = (
         {"role": "user", "content": "?"},
         {"role": "tool", "content": "?", "tool_call_id": short("")},
@@ -1200,6 +1404,7 @@ async def demonstrate(
             now[1].calls or now[1].reasoning,
         )  # which only the template can write
         several = isinstance(parts, list) and len(parts) > 1 and not more
+        several = several and all(isinstance(p.get("text"), str) for p in parts)
         texts = [chat.plain(p["text"]) for p in parts] if several else [spoken(chat, *told)]
         tokens = np.asarray(
             [i for text in texts for i in chat.encode(text)] + ends[bool(now[1].calls)], np.int32
@@ -1213,14 +1418,11 @@ async def demonstrate(
         return now[1].reasoning, now[1].text, [("", c.name, c.arguments) for c in now[1].calls]
 
     forest = Forest(chat, generate, parse, 1, 1 << 30, {})
-    for at, message in enumerate(messages):
-        if message["role"] == "assistant":
-            (said,) = read_chat({"messages": [message]}, {}).turns
-            req = read_chat({"messages": messages[:at], "tools": tools}, {})
-            now, told = (
-                (message, said),
-                ([forest.message(t) for t in (*req.turns, said)], req.tools),
-            )
+    for at, said in enumerate(turns):
+        if said.role == "assistant":
+            req = Request("chat", "", turns[:at], {}, False, 0, tools=schemas)
+            told = [forest.message(t) for t in turns[: at + 1]], schemas
+            now = messages[at], said
             (node,) = forest.answer(req)
             await node.task
             forest.left(node, True, 0)

@@ -85,6 +85,7 @@ from agent import (
     Result,
     Segment,
     Trace,
+    bad_input,
     load_agent,
     rooted,
 )
@@ -118,7 +119,7 @@ from replay import (
     pack,
     plan,
 )
-from rollout import DEATHS, launch, load_rows, messages_of
+from rollout import DEATHS, begun, canonical, column, launch, load_rows, tools_of
 from server import Chat
 
 # Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
@@ -138,10 +139,13 @@ class Config:
     # Python file with reward(prompt, label, output, folder); without --agent_cmd it grades one
     # reply to each prompt
     reward: str = ""
-    # prompts: a jsonl, json or parquet file, or a hub dataset
+    # prompts: a jsonl, json (or either as gz, bz2, xz) or parquet file, or a hub dataset
     data: str = "examples/starter/train.jsonl"
-    prompt_key: str = "prompt"  # column with the prompt: a text or a list of chat messages
-    label_key: str = "label"  # column with the label that the agent's reward needs; may be absent
+    # column with the prompt: a text or a list of chat messages; a.b: entry b of column a
+    prompt_key: str = "prompt"
+    # column with the label that the agent's reward needs, named in the same way; this one may be
+    # absent
+    label_key: str = "label"
     # draw rows in a seeded order, another one each pass; else as they stand in the file
     shuffle: bool = True
     # passes over the data before the run ends by itself; 0 repeats until --steps
@@ -884,34 +888,52 @@ def refuse_run(cfg: Config, world: int) -> None:
     )
 
 
+def check_data(cfg: Config, flag: str, data: str, agent: Callable | None = None) -> list[dict]:
+    """The rows of --data or --eval_data. agent: what makes an agent, where --agent_cmd has to carry each prompt.
+
+    Raises BadInput with the flag, the file, the row and the fix.
+    """
+    name, labels, rows = f"--{flag} {data}", 0, load_rows(data, cfg.prompt_key, f"--{flag}")
+    for i, row in enumerate(rows):
+        labelled = column(row, cfg.label_key) is not None
+        labels += labelled
+        with bad_input(f"{name}: row {i}"):
+            messages, turns, _ = canonical(column(row, cfg.prompt_key), tools_of(row))
+            if not any(t.text or t.role == "assistant" and t.calls for t in turns):
+                raise ValueError(f"its {cfg.prompt_key!r} has no text; fill it in")
+            if cfg.estimator != "sft":
+                begun(turns)
+            elif not labelled and not any(t.role == "assistant" for t in turns):
+                lack = f"no assistant message and no {cfg.label_key!r} to learn"
+                raise BadInput(f"{name}: row {i} has {lack}")
+        if agent and cfg.agent_cmd:
+            try:
+                agent().prompt(messages)
+            except BadInput as e:
+                raise BadInput(f"{name}: row {i}: {e}") from None
+    if not labels and cfg.label_key != Config.label_key:
+        fix = f"the first has only {list(rows[0])}; set --label_key"
+        raise BadInput(f"{name}: no row has a {cfg.label_key!r}, {fix}")
+    return rows
+
+
 def check_inputs(cfg: Config, given: set[str] | None = None) -> list[dict]:
     """Look at the files before any process starts; returns the data rows. given: as in `validate`.
 
     Raises ValueError with the flag and the fix."""
     from transformers import AutoConfig
 
-    try:
-        if cfg.estimator != "sft" and not cfg.train_from:
+    agent = None
+    if cfg.estimator != "sft" and not cfg.train_from:
+        flag = "reward" if cfg.agent_cmd or cfg.reward else "agent"
+        with bad_input(f"--{flag} {getattr(cfg, flag)}"):
             agent = load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
-            served = not isinstance(agent, type) or issubclass(agent, ChatAgent)
-            why = "the Agent is an Env and asks no server; make it a ChatAgent, or drop the flag"
-            refuse_unread(cfg, given, [Only(SERVER, lambda cfg: served, why)])
-    except (OSError, AttributeError) as e:
-        raise ValueError(e) from None
-    rows = [] if cfg.train_from else load_rows(cfg.data, cfg.prompt_key)
-    for i, row in enumerate(rows if cfg.estimator == "sft" else []):
-        said = any(m["role"] == "assistant" for m in messages_of(row[cfg.prompt_key]))
-        if not said and row.get(cfg.label_key) is None:
-            raise ValueError(
-                f"--data {cfg.data}: row {i} has no assistant message and no {cfg.label_key!r} to learn"
-            )
-    eval_rows = load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data") if cfg.eval_data else []
-    for flag, played in (("data", rows), ("eval_data", eval_rows)) if cfg.agent_cmd else ():
-        for i, row in enumerate(played):
-            try:
-                agent().prompt(messages_of(row[cfg.prompt_key]))
-            except BadInput as e:
-                raise BadInput(f"--{flag} {getattr(cfg, flag)}: row {i}: {e}") from None
+        served = not isinstance(agent, type) or issubclass(agent, ChatAgent)
+        why = "the Agent is an Env and asks no server; make it a ChatAgent, or drop the flag"
+        refuse_unread(cfg, given, [Only(SERVER, lambda cfg: served, why)])
+    rows = [] if cfg.train_from else check_data(cfg, "data", cfg.data, agent)
+    if cfg.eval_data:
+        check_data(cfg, "eval_data", cfg.eval_data, agent)
     models = {
         flag: path
         for flag in ("critic_model", "ref_model", "model")
@@ -1723,7 +1745,7 @@ def evaluate(r: Run, version: int, step: int, best: dict) -> dict[str, float]:
     best: {checkpoint, version, score} of the best pass@1 so far, updated in place. Raises InvariantError for mixed versions.
     """
     cfg, n, found = r.cfg, r.cfg.eval_samples, {}
-    rows = load_rows(cfg.eval_data, cfg.prompt_key)
+    rows = load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
     if (outs := awaited(r, version, "evaluate", rows)) == "stop":
         return found
     if (seen := set().union(*(out["versions"] for out in outs))) - {version}:

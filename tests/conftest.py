@@ -70,15 +70,17 @@ def process_group():
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def engines_without_names(monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def engines_without_names():
     """A Runner finds its engines by their names in Ray. A test without Ray gives it the engine itself."""
     real = ray.get_actor
 
     def find(of, *args, **how):
         return real(of, *args, **how) if isinstance(of, str) else of
 
-    monkeypatch.setattr(ray, "get_actor", find)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "get_actor", find)
+        yield
 
 
 class Stage:

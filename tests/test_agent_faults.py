@@ -729,7 +729,7 @@ def test_what_is_returned_is_refused_by_its_name_with_the_line_of_the_method(run
         "rewards['a'] None, which is no number": (None, 1.0, True, {"rewards": {"a": None}}),
         "a reward named 'mean'": (None, 1.0, True, {"rewards": {"mean": 1.0}}),
         "the name 1, which is no text": (None, 1.0, True, {1: 1.0}),
-        "the observation None, which is neither": (None, 1.0, False, {}),
+        "messages that do not fit: None is neither": (None, 1.0, False, {}),
         "done as 'no', which is neither true nor false": (None, 1.0, "no", {}),
         "the reward b'1', which is no number": (None, b"1", True, {}),
     }
