@@ -160,8 +160,9 @@ class Head:
     The entropy has a gradient only where a bonus needs it.
     """
 
-    def __init__(self, lm_head: torch.nn.Module, entropy_gradient: bool = False):
+    def __init__(self, lm_head: torch.nn.Module, entropy_gradient=False, tail=(1.0, math.inf)):
         self.linear, self.temperature, self.entropy_gradient = lm_head, 1.0, entropy_gradient
+        self.scale, self.cap = tail
         self.where = self.targets = None  # bool [B, T], int64 [N]
         lm_head.forward = self
 
@@ -171,13 +172,16 @@ class Head:
         size = max(1, CHUNK // self.linear.weight.shape[0])
         parts = zip(picked.split(size), self.targets.split(size))
         # the logits of a chunk are computed again in backward, not kept
-        return torch.cat([checkpoint(self.chunk, h, t, use_reentrant=False) for h, t in parts])
+        found = [checkpoint(self.chunk, h, t, use_reentrant=False) for h, t in parts]
+        self.found = torch.cat(found)
+        return self.found
 
     def chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden [n, H], targets [n] -> [n, 2]: log-softmax of logits / temperature at the target, and its entropy."""
-        logits = (
-            F.linear(hidden, self.linear.weight, self.linear.bias).float() / self.temperature
-        )  # [n, V]
+        logits = F.linear(hidden, self.linear.weight, self.linear.bias).float() * self.scale
+        if self.cap < math.inf:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        logits = logits / self.temperature  # [n, V]
         normaliser = logits.logsumexp(-1)  # [n]
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser  # [n]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
@@ -204,9 +208,10 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, T, H] -> [N, 1] float32."""
-        return F.linear(
+        self.found = F.linear(
             hidden[self.where].float(), *(p.to(hidden.device) for p in (self.weight, self.bias))
         )
+        return self.found
 
 
 class Router:
@@ -335,7 +340,9 @@ class Replay:
         out = self.model(
             input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra
         )
-        found = getattr(out, "logits", out)  # [N, C]
+        out, found, self.head.found = getattr(out, "logits", out), self.head.found, None  # [N, C]
+        # what a model does to its head's logits was done in the head; FSDP's hooks need a graph through the model's output
+        found = torch.where(torch.ones_like(found, dtype=torch.bool), found, out)
         full = found.new_zeros((*micro.mask.shape, found.shape[-1]))
         full[predicts] = found  # [B, T, C]
         # back to the token's own position
@@ -350,6 +357,44 @@ def experts_of(config) -> int:
     config = config.get_text_config()
     names = "num_experts", "num_local_experts", "n_routed_experts"
     return next((n for name in names if (n := getattr(config, name, 0))), 0)
+
+
+class Bare(tuple):
+    """What a decoder that is not there gives: hidden states, and None for all else that is asked for."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+def tail(model: torch.nn.Module) -> tuple[float, float]:
+    """What a class of transformers does to the logits of its head, as (scale, cap): x -> cap * tanh(scale * x / cap), without a
+    cap where it is inf.
+
+    The class is asked, so that no list of families has to be kept: the forward of an empty `model` (on meta) runs on a decoder
+    and a head that give what they are told. The model can do nothing after it. Raises ValueError when the answer has
+    another form.
+    """
+    head = model.get_output_embeddings()
+    asked = torch.tensor([2.0**-20, -0.5, 3.0, -30.0, 100.0, 2.0**40], dtype=torch.float64)
+    model.base_model.forward = lambda *_, **__: Bare([torch.zeros(1, len(asked), head.in_features)])
+    head.forward = lambda hidden: asked[None, :, None]
+    tokens = torch.zeros(1, len(asked), dtype=torch.int64)
+    told = model(input_ids=tokens, use_cache=False).logits.double().flatten()
+    scale, cap = float(told[0] / asked[0]), float(told[-1])
+    if math.isclose(cap, scale * float(asked[-1]), rel_tol=1e-6):
+        cap = math.inf
+    expected = asked * scale if cap == math.inf else cap * torch.tanh(asked * scale / cap)
+    if not torch.allclose(told, expected, rtol=1e-6):
+        raise ValueError("it changes the logits of its head otherwise than by a scale and a cap")
+    return scale, cap
+
+
+def empty(config) -> torch.nn.Module:
+    """The model of transformers that a config describes, without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 @contextlib.contextmanager
@@ -371,6 +416,35 @@ def cuda_means_cpu():
         yield
 
 
+def own_class(config) -> type | None:
+    """AutoModel's own class for a config; None where it takes that of transformers."""
+    from nemo_automodel._transformers.model_init import get_is_hf_model
+    from nemo_automodel._transformers.registry import ModelRegistry
+
+    if get_is_hf_model(config, force_hf=False):
+        return None
+    return ModelRegistry.resolve_custom_model_cls(config.architectures[0], config)
+
+
+def expert_options(device: str) -> dict:
+    """How AutoModel's own classes of mixtures of experts are built."""
+    from nemo_automodel.components.models.common.utils import BackendConfig
+
+    # a coefficient would add a gradient of rank-local tokens
+    options = dict(moe_overrides=dict(aux_loss_coeff=0.0, enable_routing_replay=True))
+    if device == "cpu":
+        options["backend"] = BackendConfig(
+            attn="sdpa",
+            rms_norm="torch_fp32",
+            rope_fusion=False,
+            gate_precision="float32",
+            linear="torch",
+            experts="torch",
+            dispatcher="torch",
+        )
+    return options
+
+
 def adapters(cfg):
     """AutoModel's description of the adapters of --lora_rank."""
     from nemo_automodel.components._peft.lora import PeftConfig
@@ -389,11 +463,13 @@ def build_model(cfg, device: str, path: str = ""):
         MoEParallelizerConfig,
     )
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
-    from nemo_automodel.components.models.common.utils import BackendConfig
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig
 
     bf16, world = cfg.dtype == "bfloat16", dist.get_world_size()
+    config = AutoConfig.from_pretrained(path or cfg.model)
+    # sdpa leaves out the soft cap of attention, without a word
+    capped = getattr(config, "attn_logit_softcapping", None)
     # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
@@ -409,21 +485,13 @@ def build_model(cfg, device: str, path: str = ""):
     )
     how = dict(
         torch_dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation="eager" if capped else "sdpa",
         use_liger_kernel=False,
         distributed_setup=setup,
     )
     how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
-    if experts_of(AutoConfig.from_pretrained(path or cfg.model)):
-        # else a rank-local balance gradient
-        how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
-        if device == "cpu":
-            exact = dict(
-                attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32"
-            )
-            how["backend"] = BackendConfig(
-                linear="torch", experts="torch", dispatcher="torch", **exact
-            )
+    if experts_of(config) and own_class(config):
+        how |= expert_options(device)
     with cuda_means_cpu() if device == "cpu" else contextlib.nullcontext():
         model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
     if world == 1 and (
@@ -495,9 +563,13 @@ class Learner:
     scheduler: Any
 
 
+def policy_head(model: torch.nn.Module, entropy_gradient=False) -> Head:
+    return Head(model.get_output_embeddings(), entropy_gradient, tail(empty(model.config)))
+
+
 def build_policy(cfg, device: str) -> Learner:
     model, mesh = build_model(cfg, device)
-    head = Head(model.get_output_embeddings(), entropy_gradient=cfg.entropy_coef != 0)
+    head = policy_head(model, cfg.entropy_coef != 0)
     return Learner(
         Replay(model, cfg.temperature, head, cfg.balance_coef != 0),
         mesh,
@@ -515,7 +587,8 @@ def build_critic(cfg, device: str) -> Learner:
 
 def build_reference(cfg, device: str) -> Replay:
     """The frozen model that a KL is to: the reference, or a teacher."""
-    return Replay(build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False), cfg.temperature)
+    model = build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False)
+    return Replay(model, cfg.temperature, policy_head(model))
 
 
 def clip_gradients(cfg, replay: Replay, mesh) -> float:
