@@ -109,6 +109,8 @@ def hf_tensors(model, dtype: torch.dtype):
 
     Gathering a sharded parameter is a collective: every trainer rank iterates, in the same order.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     adapter, sums = getattr(model, "state_dict_adapter", None), dict(merged(model))
     for name, p in model.named_parameters():
         if "lora_" in name:
@@ -117,9 +119,11 @@ def hf_tensors(model, dtype: torch.dtype):
         if isinstance(full, dist.tensor.DTensor):
             full = full.to(full.device_mesh.device_type).full_tensor()
         name = name.replace("_checkpoint_wrapped_module.", "")
-        for hf_name, tensor in (
-            adapter.convert_single_tensor_to_hf(name, full) if adapter else [(name, full)]
-        ):
+        if adapter:
+            parts = adapter.convert_single_tensor_to_hf(name, full)
+        else:  # transformers keeps some weights in another form than files do, those of all experts in one
+            parts = revert_weight_conversion(model, {name: full}).items()
+        for hf_name, tensor in parts:
             yield hf_name, tensor.to(dtype)
 
 

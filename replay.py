@@ -11,6 +11,7 @@ policy, a critic or a reference, and the optimizer. Nothing here knows of engine
 
 import contextlib
 import math
+import os
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from agent import InvariantError, Segment, digest
+from agent import BadInput, InvariantError, Segment, digest
 
 CHUNK = 1 << 25  # logits that exist at once, in numbers: 128 MiB in fp32
 
@@ -443,6 +444,128 @@ def expert_options(device: str) -> dict:
             dispatcher="torch",
         )
     return options
+
+
+def files_of(path: str) -> list[str]:
+    """Names of a model's files, in its folder or on the hub; of a hub that is not reached those that were kept of it."""
+    import huggingface_hub
+
+    if os.path.isdir(path):
+        return os.listdir(path)
+    try:
+        return huggingface_hub.list_repo_files(path)
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
+        return os.listdir(source_folder(path))
+
+
+def source_folder(path: str) -> str:
+    """The folder that a model's config is in: its own, or the snapshot that was taken of the hub."""
+    from transformers.utils import cached_file
+
+    return os.path.dirname(cached_file(path, "config.json"))
+
+
+def check_model(cfg, flag: str, path: str) -> None:
+    """Look at a model before anything is started. Raises BadInput with the flag, the reason and the fix."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    def refuse(why: str):
+        raise BadInput(f"--{flag} {path}: {why}")
+
+    if not os.path.isdir(path) and os.path.isdir(os.path.dirname(path)):  # else a hub name
+        refuse("there is no such folder")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        files = files_of(path)
+    except Exception as e:  # whatever the files of a stranger make transformers raise
+        refuse(
+            "it brings Python code of its own, which is not run; take a family that transformers has"
+            if "trust_remote_code" in str(e)
+            else f"no model there ({first_line(e)})"
+        )
+    if why := unfit_config(config, files, critic=flag == "critic_model"):
+        refuse(why)
+    if flag == "model":
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        except Exception as e:
+            refuse(f"no tokenizer there ({first_line(e)}); copy that of its base model into it")
+        if why := unfit_tokenizer(config, tokenizer):
+            refuse(why)
+    flags = dict(replay_experts=cfg.replay_experts, balance_coef=cfg.balance_coef, ep=cfg.ep > 1)
+    given = [name for name, value in flags.items() if value and flag == "model"]
+    if why := unfit_class(config, given):
+        refuse(why)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def unfit_tokenizer(config, tokenizer) -> str:
+    """Why the tokenizer does not go with this program or with its model, and the fix; empty where it does."""
+    if not tokenizer.chat_template:
+        return (
+            "its tokenizer has no chat template, so nothing says how messages become tokens: put a"
+            " chat_template.jinja beside it, or take the instruct model of the family"
+        )
+    size = config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        return f"its tokenizer has {len(tokenizer)} tokens and its embedding {size} rows: resize it"
+    return ""
+
+
+def unfit_config(config, files: list[str], critic=False) -> str:
+    """Why no model of this config and of these files can be trained, and the fix; empty for one that can."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
+
+    kind, named = config.model_type, config.architectures or []
+    if config.is_encoder_decoder:
+        return f"{kind} is an encoder and a decoder; take a model that is a decoder alone"
+    if config.get_text_config() is not config:
+        return f"{kind} reads more than text; take a text model, or save its language model alone"
+    if type(config) not in classes:
+        return f"{kind} has no causal language model in transformers; take another family"
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantised and cannot learn; take the model that was quantised"
+    if not critic and named[:1] != [classes[type(config)].__name__]:
+        expected = classes[type(config)].__name__
+        return f'config.json names the architectures {named}, and only ["{expected}"] can be played'
+    if not any(name.endswith(".safetensors") for name in files):
+        other = "only in another format" if any(".bin" in name for name in files) else "not there"
+        return (
+            f"its weights are {other}: save them as safetensors (save_pretrained of transformers)"
+        )
+    return ""
+
+
+def unfit_class(config, given: list[str]) -> str:
+    """Why a model's class cannot be trained with the flags of experts that were given, and the fix; empty for one that can.
+
+    The classes are asked: that of transformers, and AutoModel's own where it has one, are built without memory for weights.
+    """
+    try:
+        model = empty(config)
+        if not isinstance(model.model.layers, torch.nn.ModuleList):
+            raise TypeError("its layers are no list")
+        tail(model)
+    except Exception as e:  # of a class that is built otherwise than those that are known
+        return (
+            f"{config.model_type} is built otherwise than the families that can be trained"
+            f" ({first_line(e)}); docs/models.md has a list of them"
+        )
+    if not experts_of(config):
+        return f"it is dense, it has no experts; drop --{given[0]}" if given else ""
+    own = own_class(config)
+    try:
+        with cuda_means_cpu(), torch.device("meta"):
+            options = expert_options("cuda" if torch.cuda.is_available() else "cpu")
+            modules = list(own(config, **options).modules()) if own else []
+    except Exception as e:
+        return f"AutoModel's {own.__name__} cannot be built on this machine ({first_line(e)})"
+    if given and not any(getattr(m, "router_replay", None) is not None for m in modules):
+        return f"AutoModel has no class of its own for {config.model_type}, so drop --{given[0]}"
+    return ""
 
 
 def adapters(cfg):

@@ -75,8 +75,8 @@ from replay import (
     build_policy,
     build_reference,
     check_identity,
+    check_model,
     clip_gradients,
-    experts_of,
     pack,
     plan,
 )
@@ -527,8 +527,6 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
 
 def check_inputs(cfg: Config) -> list[dict]:
     """Look at the files before any process starts; returns the data rows. Raises ValueError with the flag and the fix."""
-    from transformers import AutoConfig
-
     try:
         if cfg.estimator != "sft":
             load_agent(cfg.agent, cfg.agent_cmd, cfg.reward)
@@ -543,27 +541,9 @@ def check_inputs(cfg: Config) -> list[dict]:
             )
     if cfg.eval_data:
         load_rows(cfg.eval_data, cfg.prompt_key, "--eval_data")
-    models = {
-        flag: path
-        for flag in ("critic_model", "ref_model", "model")
-        if (path := getattr(cfg, flag))
-    }
-    for flag, path in models.items():
-        if not os.path.isdir(path) and os.path.isdir(
-            os.path.dirname(path)
-        ):  # else it may be a hub name
-            raise ValueError(f"--{flag} {path}: there is no such folder")
-        try:
-            config = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as e:
-            raise ValueError(
-                f"--{flag} {path}: no model there ({str(e).splitlines()[0]})"
-            ) from None
-    for flag in ("replay_experts", "balance_coef"):
-        if getattr(cfg, flag) and not experts_of(config):
-            raise ValueError(
-                f"--{flag}: --model {cfg.model} is dense, it has no experts; drop the flag"
-            )
+    for flag in ("critic_model", "ref_model", "model"):
+        if path := getattr(cfg, flag):
+            check_model(cfg, flag, path)
     try:
         os.makedirs(cfg.out, exist_ok=True)
         tempfile.TemporaryFile(dir=cfg.out).close()
