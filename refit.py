@@ -23,6 +23,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import huggingface_hub
 import ray
 import torch
 import torch.distributed as dist
@@ -30,6 +31,21 @@ import torch.distributed as dist
 from agent import InvariantError
 from replay import Learner, adapters
 
+# what is weights, or code, or says what weights there are: not copied beside those of an export
+OF_WEIGHTS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.index.json",
+    "*.py",
+    "README.md",
+    ".*",
+)
 START_TIMEOUT = 1800  # seconds for the engines to load
 ALIGN, PAGE = (
     16,
@@ -422,8 +438,19 @@ def merge(model) -> None:
     model.register_state_dict_post_hook(forget)
 
 
+def copy_side_files(path: str, folder: Path) -> None:
+    """Copy what stands beside a model's weights into `folder`, as it is: tokenizer, chat template, generation config and all that
+    a family has of its own. Its config is another one now."""
+    if not os.path.isdir(path):
+        path = huggingface_hub.snapshot_download(path, ignore_patterns=OF_WEIGHTS)
+    for file in Path(path).iterdir():
+        if file.is_file() and not any(map(file.match, [*OF_WEIGHTS, "config.json"])):
+            shutil.copy(file, folder)
+
+
 def export(cfg, model) -> Path:
-    """Write the policy as Hugging Face safetensors, with its tokenizer, into <out>/model; transformers and vLLM load it.
+    """Write the policy as Hugging Face safetensors into <out>/model, with all files that stood beside its weights; transformers
+    and vLLM load it.
 
     With --lora_rank the adapters go into <out>/adapter, as peft loads them, and into the weights: the run ends with it.
     """
@@ -441,6 +468,8 @@ def export(cfg, model) -> Path:
         )
         with atomic(cfg, name, written) as folder:
             model.save_pretrained(str(folder), checkpointer=checkpointer, **extra)
+            if name == "model" and dist.get_rank() == 0:
+                copy_side_files(cfg.model, folder / written)
         return Path(cfg.out) / name
 
     if cfg.lora_rank:

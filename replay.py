@@ -10,10 +10,12 @@ policy, a critic or a reference, and the optimizer. Nothing here knows of engine
 """
 
 import contextlib
+import json
 import math
 import os
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -356,7 +358,7 @@ class Replay:
 def experts_of(config) -> int:
     """Number of routed experts in a transformers config, 0 for a dense model."""
     config = config.get_text_config()
-    names = "num_experts", "num_local_experts", "n_routed_experts"
+    names = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
     return next((n for name in names if (n := getattr(config, name, 0))), 0)
 
 
@@ -483,7 +485,7 @@ def check_model(cfg, flag: str, path: str) -> None:
             if "trust_remote_code" in str(e)
             else f"no model there ({first_line(e)})"
         )
-    if why := unfit_config(config, files, critic=flag == "critic_model"):
+    if why := unfit_config(config, flag == "critic_model") or unfit_files(path, files):
         refuse(why)
     if flag == "model":
         try:
@@ -515,8 +517,8 @@ def unfit_tokenizer(config, tokenizer) -> str:
     return ""
 
 
-def unfit_config(config, files: list[str], critic=False) -> str:
-    """Why no model of this config and of these files can be trained, and the fix; empty for one that can."""
+def unfit_config(config, critic=False) -> str:
+    """Why no model of this config can be trained, and the fix; empty for one that can."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
 
     kind, named = config.model_type, config.architectures or []
@@ -531,11 +533,29 @@ def unfit_config(config, files: list[str], critic=False) -> str:
     if not critic and named[:1] != [classes[type(config)].__name__]:
         expected = classes[type(config)].__name__
         return f'config.json names the architectures {named}, and only ["{expected}"] can be played'
-    if not any(name.endswith(".safetensors") for name in files):
+    return ""
+
+
+def unfit_files(path: str, files: list[str]) -> str:
+    """Why the weights that a model has cannot be read, and the fix; empty where they can. Weights that lie here are opened."""
+    from safetensors import SafetensorError, safe_open
+
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if not weights:
         other = "only in another format" if any(".bin" in name for name in files) else "not there"
         return (
             f"its weights are {other}: save them as safetensors (save_pretrained of transformers)"
         )
+    if not os.path.isdir(path):
+        return ""
+    index = Path(path, "model.safetensors.index.json")
+    named = json.loads(index.read_text())["weight_map"].values() if index.exists() else []
+    for name in sorted({*weights, *named}):
+        try:
+            with safe_open(Path(path, name), "pt"):
+                continue
+        except (OSError, SafetensorError) as e:
+            return f"{name} cannot be read ({first_line(e)}); fetch or save it again"
     return ""
 
 

@@ -1241,23 +1241,33 @@ def molt(r: Run, version: int) -> dict:
     return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}
 
 
+UNLIKE = (
+    "This is of the first weights, before any step: nothing was learnt. The trainer's {name} and vLLM's class of that family"
+    " compute other things, or --dtype is too coarse for --max_gap; docs/models.md has the families that were tried."
+)
+
+
 def prove(r: Run, version: int) -> None:
     """The first molt, then a few replies of each engine go the whole way of a rollout; prints the verdict table.
 
     Raises InvariantError before anything is learnt.
     """
-    metrics = molt(r, version)
-    if r.refit:
-        trial, meter = (
-            from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)),
-            Meter(r.seen),
-        )
-        micro = pack(trial, list(range(len(trial))))
-        verify(r.cfg, [micro], trial, version, r.device, meter)
-        score(r.learners["policy"].replay, [micro], meter)
-        first = meter.reduce(r.control) | metrics
-        verdict(r.cfg, r.console, first)
-        check_gates(r.cfg, first)
+    replay = r.learners["policy"].replay
+    try:
+        metrics = molt(r, version)
+        if r.refit:
+            trial, meter = (
+                from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)),
+                Meter(r.seen),
+            )
+            micro = pack(trial, list(range(len(trial))))
+            verify(r.cfg, [micro], trial, version, r.device, meter)
+            score(replay, [micro], meter)
+            first = meter.reduce(r.control) | metrics
+            verdict(r.cfg, r.console, first)
+            check_gates(r.cfg, first)
+    except InvariantError as e:
+        raise InvariantError(f"{e}\n{UNLIKE.format(name=type(replay.model).__name__)}") from e
     r.clock.mark("time/start_checks")
     spans = r.clock.take()
     spent = ", ".join(f"{k.removeprefix('time/start_')} {v:.0f} s" for k, v in spans.items())

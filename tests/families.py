@@ -21,6 +21,7 @@ COMMON = dict(
     initializer_range=0.1,  # far from uniform, so that a wrong weight or expert shows
 )
 WINDOW = dict(sliding_window=16)
+CAPS = dict(final_logit_softcapping=2.0, attn_logit_softcapping=0.5)  # so low that they show
 GRANITE = dict(
     logits_scaling=4.0,
     attention_multiplier=0.2,
@@ -51,7 +52,7 @@ FAMILIES = {
     "ernie4_5": ("Ernie4_5", {}),
     "exaone4": ("Exaone4", WINDOW),
     "gemma": ("Gemma", {}),
-    "gemma2": ("Gemma2", WINDOW | dict(query_pre_attn_scalar=32)),
+    "gemma2": ("Gemma2", WINDOW | CAPS | dict(query_pre_attn_scalar=32)),
     "gemma3_text": ("Gemma3Text", WINDOW | dict(query_pre_attn_scalar=32)),
     "glm": ("Glm", {}),
     "glm4": ("Glm4", {}),
