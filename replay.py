@@ -494,6 +494,12 @@ def check_model(cfg, flag: str, path: str) -> None:
             refuse(f"no tokenizer there ({first_line(e)}); copy that of its base model into it")
         if why := unfit_tokenizer(config, tokenizer):
             refuse(why)
+    window = getattr(config, "sliding_window", None) or math.inf
+    if config.model_type == "cohere2" and cfg.max_context > window:
+        refuse(
+            "vLLM 0.30 gives its sliding window one token more than transformers does, so --max_context"
+            f" {cfg.max_context} may be {window} at most"
+        )
     flags = dict(replay_experts=cfg.replay_experts, balance_coef=cfg.balance_coef, ep=cfg.ep > 1)
     given = [name for name, value in flags.items() if value and flag == "model"]
     if why := unfit_class(config, given):

@@ -32,6 +32,8 @@ GRANITE = dict(
 EXPERTS = dict(num_hidden_layers=3, moe_intermediate_size=64, num_experts_per_tok=2)
 FIRST_DENSE = EXPERTS | dict(first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=1)
 LATENT = dict(
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
     n_group=1,
     topk_group=1,
     q_lora_rank=16,
@@ -48,7 +50,7 @@ FAMILIES = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
     "cohere": ("Cohere", dict(logit_scale=0.25)),
-    "cohere2": ("Cohere2", WINDOW | dict(logit_scale=0.25)),
+    "cohere2": ("Cohere2", dict(logit_scale=0.25, sliding_window=512)),
     "ernie4_5": ("Ernie4_5", {}),
     "exaone4": ("Exaone4", WINDOW),
     "gemma": ("Gemma", {}),

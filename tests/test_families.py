@@ -188,6 +188,12 @@ def test_flags_of_experts_are_refused_for_a_dense_model(family):
     check_model(train.Config(replay_experts=True), "ref_model", family("llama"))
 
 
+def test_a_window_that_the_engine_reads_otherwise_has_to_hold_the_whole_context(family):
+    folder = family("cohere2", sliding_window=16)
+    assert "--max_context 17 may be 16 at most" in refused(folder, max_context=17)
+    check_model(train.Config(max_context=16), "model", folder)
+
+
 def test_a_model_without_a_chat_template_is_refused(family):
     folder = family("llama")
     Path(folder, "chat_template.jinja").unlink()
