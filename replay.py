@@ -469,7 +469,7 @@ def source_folder(path: str) -> str:
 
 def check_model(cfg, flag: str, path: str) -> None:
     """Look at a model before anything is started. Raises BadInput with the flag, the reason and the fix."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     def refuse(why: str):
         raise BadInput(f"--{flag} {path}: {why}")
@@ -485,24 +485,16 @@ def check_model(cfg, flag: str, path: str) -> None:
             if "trust_remote_code" in str(e)
             else f"no model there ({first_line(e)})"
         )
-    if why := unfit_config(config, flag == "critic_model") or unfit_files(path, files):
-        refuse(why)
-    if flag == "model":
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        except Exception as e:
-            refuse(f"no tokenizer there ({first_line(e)}); copy that of its base model into it")
-        if why := unfit_tokenizer(config, tokenizer):
-            refuse(why)
-    window = getattr(config, "sliding_window", None) or math.inf
-    if config.model_type == "cohere2" and cfg.max_context > window:
-        refuse(
-            "vLLM 0.30 gives its sliding window one token more than transformers does, so --max_context"
-            f" {cfg.max_context} may be {window} at most"
-        )
     flags = dict(replay_experts=cfg.replay_experts, balance_coef=cfg.balance_coef, ep=cfg.ep > 1)
-    given = [name for name, value in flags.items() if value and flag == "model"]
-    if why := unfit_class(config, given):
+    policy = flag == "model"
+    why = (
+        unfit_config(config, critic=flag == "critic_model")
+        or unfit_files(path, files)
+        or unlike(config, cfg.max_context)
+        or (unfit_tokenizer(config, path) if policy else "")
+        or unfit_class(config, [name for name, value in flags.items() if value and policy])
+    )
+    if why:
         refuse(why)
 
 
@@ -510,8 +502,14 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def unfit_tokenizer(config, tokenizer) -> str:
-    """Why the tokenizer does not go with this program or with its model, and the fix; empty where it does."""
+def unfit_tokenizer(config, path: str) -> str:
+    """Why the tokenizer at `path` does not go with this program or with its model, and the fix; empty where it does."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as e:
+        return f"no tokenizer there ({first_line(e)}); copy that of its base model into it"
     if not tokenizer.chat_template:
         return (
             "its tokenizer has no chat template, so nothing says how messages become tokens: put a"
@@ -542,6 +540,21 @@ def unfit_config(config, critic=False) -> str:
     return ""
 
 
+def unlike(config, context: int) -> str:
+    """Why the two sides compute other things for a family, and the fix: what was measured and cannot be asked of a class."""
+    window = getattr(config, "sliding_window", None) or math.inf
+    if config.model_type == "qwen3_next":
+        return (
+            "AutoModel 0.7 reads its last norm otherwise than transformers and vLLM; take another"
+        )
+    if config.model_type == "cohere2" and context > window:
+        return (
+            "vLLM 0.30 gives its sliding window one token more than transformers does, so"
+            f" --max_context {context} may be {window} at most"
+        )
+    return ""
+
+
 def unfit_files(path: str, files: list[str]) -> str:
     """Why the weights that a model has cannot be read, and the fix; empty where they can. Weights that lie here are opened."""
     from safetensors import SafetensorError, safe_open
@@ -554,14 +567,14 @@ def unfit_files(path: str, files: list[str]) -> str:
         )
     if not os.path.isdir(path):
         return ""
-    index = Path(path, "model.safetensors.index.json")
-    named = json.loads(index.read_text())["weight_map"].values() if index.exists() else []
-    for name in sorted({*weights, *named}):
-        try:
+    name = "model.safetensors.index.json"
+    try:
+        index = json.loads(Path(path, name).read_text()) if name in files else {"weight_map": {}}
+        for name in sorted({*weights, *index["weight_map"].values()}):
             with safe_open(Path(path, name), "pt"):
-                continue
-        except (OSError, SafetensorError) as e:
-            return f"{name} cannot be read ({first_line(e)}); fetch or save it again"
+                pass
+    except (OSError, ValueError, LookupError, SafetensorError) as e:
+        return f"{name} cannot be read ({first_line(e)}); fetch or save it again"
     return ""
 
 

@@ -231,6 +231,13 @@ def test_a_shard_that_is_not_there_is_named(family):
     assert "model-00002-of-00002.safetensors cannot be read (FileNotFoundError" in refused(folder)
 
 
+@pytest.mark.parametrize("content", ["", "{}", "\xff"])
+def test_an_index_of_weights_that_is_none_is_named(content, family):
+    folder = family("llama")
+    Path(folder, "model.safetensors.index.json").write_text(content, encoding="latin-1")
+    assert "model.safetensors.index.json cannot be read" in refused(folder)
+
+
 def test_weights_that_were_cut_are_named(family):
     folder = family("llama")
     path = Path(folder, "model.safetensors")
@@ -281,7 +288,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_type": "no-such"}', "\xff\x00"])
 def test_a_config_that_is_none_is_refused(content, tmp_path):
-    tmp_path.joinpath("config.json").write_text(content)
+    tmp_path.joinpath("config.json").write_text(content, encoding="latin-1")
     assert "no model there" in refused(str(tmp_path))
 
 
