@@ -10,6 +10,7 @@ policy, a critic or a reference, and the optimizer. Nothing here knows of engine
 """
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -578,6 +579,12 @@ def unfit_files(path: str, files: list[str]) -> str:
     return ""
 
 
+def vllm_registry() -> str:
+    """The source of vLLM's list of models: importing it would take 15 s, and names are all that is asked of it."""
+    folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
+    return Path(folder, "model_executor/models/registry.py").read_text()
+
+
 def unfit_class(config, given: list[str]) -> str:
     """Why a model's class cannot be trained with the flags of experts that were given, and the fix; empty for one that can.
 
@@ -587,12 +594,15 @@ def unfit_class(config, given: list[str]) -> str:
         model = empty(config)
         if not isinstance(model.model.layers, torch.nn.ModuleList):
             raise TypeError("its layers are no list")
+        served = model.is_backend_compatible() or f'"{type(model).__name__}"' in vllm_registry()
         tail(model)
     except Exception as e:  # of a class that is built otherwise than those that are known
         return (
             f"{config.model_type} is built otherwise than the families that can be trained"
             f" ({first_line(e)}); docs/models.md has a list of them"
         )
+    if not served:
+        return f"vLLM has no class for {config.model_type}; take a family that it serves"
     if not experts_of(config):
         return f"it is dense, it has no experts; drop --{given[0]}" if given else ""
     own = own_class(config)
@@ -601,7 +611,10 @@ def unfit_class(config, given: list[str]) -> str:
             options = expert_options("cuda" if torch.cuda.is_available() else "cpu")
             modules = list(own(config, **options).modules()) if own else []
     except Exception as e:
-        return f"AutoModel's {own.__name__} cannot be built on this machine ({first_line(e)})"
+        return (
+            f"AutoModel's {own.__name__} cannot be built on this machine ({first_line(e)}); take another"
+            " family, or a machine that has it"
+        )
     if given and not any(getattr(m, "router_replay", None) is not None for m in modules):
         return f"AutoModel has no class of its own for {config.model_type}, so drop --{given[0]}"
     return ""

@@ -324,17 +324,21 @@ def test_a_family_learns_two_steps_beside_the_engine_and_its_export_is_the_same_
     own = bool(experts_of(config) and own_class(config))
     assert rows()[name][1] == ("replayed" if own else "live" if experts_of(config) else "none")
     stage = Stage(folder, replay_experts=own, lr=2e-3, out=str(tmp_path / "out"))
+    gaps = []
     try:
         for _ in range(2):
             segments = stage.rollouts()
             before = {n: p.detach().clone() for n, p in stage.model.named_parameters()}
             metrics = stage.check(segments)  # raises where a gap is over 1e-5
             assert metrics["gap/on_version_tokens"] > 0
+            gaps.append(metrics["gap/on_version_max"])
             assert metrics.get("experts/agreement", 1.0) >= 0.98
             stage.update(segments, optimizer=stage.optimizer)
             still = [n for n, p in stage.model.named_parameters() if torch.equal(p, before[n])]
             assert not still, still
-            assert stage.molt() <= 1e-5
+            gaps.append(stage.molt())
+        assert max(gaps) <= 1e-5
+        print(f"{name}: largest gap {max(gaps):.1e}")
         written, micro = export(stage.cfg, stage.model), padded()
         found, _ = stage.replay.forward(micro)
         expected = logprobs_of_transformers(str(written), micro)
