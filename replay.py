@@ -592,14 +592,19 @@ def unfit_class(config, given: list[str]) -> str:
     """
     try:
         model = empty(config)
-        if not isinstance(model.model.layers, torch.nn.ModuleList):
-            raise TypeError("its layers are no list")
+        layers = list(model.model.layers)
+        attention = not model._is_stateful and all(hasattr(x, "self_attn") for x in layers)
         served = model.is_backend_compatible() or f'"{type(model).__name__}"' in vllm_registry()
         tail(model)
     except Exception as e:  # of a class that is built otherwise than those that are known
         return (
             f"{config.model_type} is built otherwise than the families that can be trained"
             f" ({first_line(e)}); docs/models.md has a list of them"
+        )
+    if not attention:
+        return (
+            f"{config.model_type} has layers that keep a state beside attention, with which trainer and"
+            " engine were not seen to agree (vLLM has no float32 for it on a CPU); take another family"
         )
     if not served:
         return f"vLLM has no class for {config.model_type}; take a family that it serves"
