@@ -98,7 +98,7 @@ FAMILIES = {
     "qwen3_5": ("Qwen3_5Text", {}),
     "bamba": ("Bamba", {}),
     "falcon_h1": ("FalconH1", {}),
-    "lfm2": ("Lfm2", {}),
+    "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention"])),
     "mamba": ("Mamba", {}),
     "gpt2": ("GPT2", {}),
     "gpt_neox": ("GPTNeoX", {}),

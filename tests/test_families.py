@@ -293,7 +293,10 @@ def test_a_config_that_is_none_is_refused(content, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_family_ends_with_code_2_and_the_words_of_the_table(name, family, capsys):
+def test_a_refused_family_ends_with_code_2_and_the_words_of_the_table(
+    name, family, capsys, monkeypatch
+):
+    monkeypatch.setattr(train, "run", lambda *_: pytest.fail("it was started"))
     folder = family(name)
     out = str(Path(folder).with_name("out"))
     assert train.main(["--model", folder, "--out", out]) == 2
