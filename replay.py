@@ -450,22 +450,19 @@ def expert_options(device: str) -> dict:
 
 
 def files_of(path: str) -> list[str]:
-    """Names of a model's files, in its folder or on the hub; of a hub that is not reached those that were kept of it."""
+    """Names of a model's files: in its folder, in what is kept of the hub, or on the hub where no weights are kept yet."""
     import huggingface_hub
 
     if os.path.isdir(path):
         return os.listdir(path)
+    kept = os.listdir(
+        os.path.dirname(huggingface_hub.try_to_load_from_cache(path, "config.json"))
+    )  # of a config that was just read
     try:
-        return huggingface_hub.list_repo_files(path)
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
-        return os.listdir(source_folder(path))
-
-
-def source_folder(path: str) -> str:
-    """The folder that a model's config is in: its own, or the snapshot that was taken of the hub."""
-    from transformers.utils import cached_file
-
-    return os.path.dirname(cached_file(path, "config.json"))
+        weights = any(name.endswith(".safetensors") for name in kept)
+        return kept if weights else huggingface_hub.list_repo_files(path)
+    except Exception:  # of the network, or since it is not to be used
+        return kept
 
 
 def check_model(cfg, flag: str, path: str) -> None:
