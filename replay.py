@@ -4,9 +4,10 @@ Rows are padded on the right, so causal attention needs no mask and rows cannot 
 with `tokens`; the shift between a token and the position that predicts it happens once, in `forward`. The head computes
 log-probs in chunks, only where a token is trained, so the logits of a batch never exist at once. For a mixture of experts the
 engine's choices are replayed in the forward and in its recompute. The second half builds what is re-run: the FSDP2 model of the
-policy, a critic or a reference, and the optimizer. Nothing here knows of engines, rewards or losses.
+policy, a critic or a reference, and the optimizer; `check_model` refuses what cannot be built. Nothing here knows of engines,
+rewards or losses.
 
-    pytest tests/test_replay.py
+    pytest tests/test_replay.py tests/test_families.py
 """
 
 import contextlib
@@ -161,7 +162,7 @@ class Head:
     """Stands in for the forward of `lm_head`: hidden states in, (log-prob, entropy) of the selected targets out.
 
     Being called in the head's place inside the model's own forward, it sees the gathered weight under FSDP2, tied or not.
-    The entropy has a gradient only where a bonus needs it.
+    The entropy has a gradient only where a bonus needs it. tail: what the model does to its logits, as `tail` gives it.
     """
 
     def __init__(self, lm_head: torch.nn.Module, entropy_gradient=False, tail=(1.0, math.inf)):
@@ -182,10 +183,11 @@ class Head:
 
     def chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden [n, H], targets [n] -> [n, 2]: log-softmax of logits / temperature at the target, and its entropy."""
-        logits = F.linear(hidden, self.linear.weight, self.linear.bias).float() * self.scale
+        logits = F.linear(hidden, self.linear.weight, self.linear.bias).float()  # [n, V]
         if self.cap < math.inf:
-            logits = self.cap * torch.tanh(logits / self.cap)
-        logits = logits / self.temperature  # [n, V]
+            logits = torch.tanh(logits * (self.scale / self.cap)) * (self.cap / self.temperature)
+        else:
+            logits = logits / (self.temperature / self.scale)
         normaliser = logits.logsumexp(-1)  # [n]
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser  # [n]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
@@ -375,7 +377,7 @@ def tail(model: torch.nn.Module) -> tuple[float, float]:
     cap where it is inf.
 
     The class is asked, so that no list of families has to be kept: the forward of an empty `model` (on meta) runs on a decoder
-    and a head that give what they are told. The model can do nothing after it. Raises ValueError when the answer has
+    and a head that give what they are told. The model is of no use afterwards. Raises ValueError when the answer has
     another form.
     """
     head = model.get_output_embeddings()
