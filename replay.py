@@ -593,7 +593,9 @@ def unfit_class(config, given: list[str]) -> str:
         model = empty(config)
         layers = list(model.model.layers)
         attention = not model._is_stateful and all(hasattr(x, "self_attn") for x in layers)
-        served = model.is_backend_compatible() or f'"{type(model).__name__}"' in vllm_registry()
+        # vLLM runs what it has no class for on that of transformers, but experts not by every router
+        general = model.is_backend_compatible() and not experts_of(config)
+        served = general or f'"{type(model).__name__}"' in vllm_registry()
         tail(model)
     except Exception as e:  # of a class that is built otherwise than those that are known
         return (
