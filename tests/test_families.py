@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -16,7 +17,7 @@ from conftest import Stage
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import train
-from agent import BadInput
+from agent import BadInput, InvariantError
 from refit import copy_side_files, export, hf_tensors
 from replay import (
     Head,
@@ -314,6 +315,16 @@ def test_the_side_files_of_a_model_are_copied_and_no_weights(tmp_path):
     target.joinpath("generation_config.json").write_text("another")
     copy_side_files(str(source), target)
     assert {f.name: f.read_text() for f in target.iterdir()} == {name: name for name in kept}
+
+
+def test_where_the_two_sides_differ_at_the_start_the_class_is_named_and_the_table(monkeypatch):
+    def differ(r, version):
+        raise InvariantError("policy version: gap/on_version_max is 0.24")
+
+    monkeypatch.setattr(train, "molt", differ)
+    policy = SimpleNamespace(replay=SimpleNamespace(model=torch.nn.Linear(1, 1)))
+    with pytest.raises(InvariantError, match="(?s)is 0.24.*nothing was learnt.*Linear.*models.md"):
+        train.prove(SimpleNamespace(learners={"policy": policy}), 0)
 
 
 @pytest.mark.slow
