@@ -534,8 +534,8 @@ def unfit_config(config, critic=False) -> str:
         return f"{kind} has no causal language model in transformers; take another family"
     if getattr(config, "quantization_config", None):
         return "its weights are quantised and cannot learn; take the model that was quantised"
-    if not critic and named[:1] != [classes[type(config)].__name__]:
-        expected = classes[type(config)].__name__
+    expected = classes[type(config)].__name__
+    if not critic and named[:1] != [expected]:
         return f'config.json names the architectures {named}, and only ["{expected}"] can be played'
     return ""
 
