@@ -137,7 +137,8 @@ def hf_tensors(model, dtype: torch.dtype):
         name = name.replace("_checkpoint_wrapped_module.", "")
         if adapter:
             parts = adapter.convert_single_tensor_to_hf(name, full)
-        else:  # transformers keeps some weights in another form than files do, those of all experts in one
+        else:
+            # transformers keeps some weights otherwise than files do: those of all experts in one
             parts = revert_weight_conversion(model, {name: full}).items()
         for hf_name, tensor in parts:
             yield hf_name, tensor.to(dtype)
@@ -439,8 +440,8 @@ def merge(model) -> None:
 
 
 def copy_side_files(path: str, folder: Path) -> None:
-    """Copy what stands beside a model's weights into `folder`, as it is: tokenizer, chat template, generation config and all that
-    a family has of its own. Its config is another one now."""
+    """Copy what stands beside a model's weights into `folder`, as it is: tokenizer, chat template,
+    generation config and all that a family has of its own. Its config is another one now."""
     if not os.path.isdir(path):
         path = huggingface_hub.snapshot_download(path, ignore_patterns=OF_WEIGHTS)
     for file in Path(path).iterdir():
@@ -449,8 +450,8 @@ def copy_side_files(path: str, folder: Path) -> None:
 
 
 def export(cfg, model) -> Path:
-    """Write the policy as Hugging Face safetensors into <out>/model, with all files that stood beside its weights; transformers
-    and vLLM load it.
+    """Write the policy as Hugging Face safetensors into <out>/model, with all files that stood
+    beside its weights; transformers and vLLM load it.
 
     With --lora_rank the adapters go into <out>/adapter, as peft loads them, and into the weights: the run ends with it.
     """

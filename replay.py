@@ -162,7 +162,8 @@ class Head:
     """Stands in for the forward of `lm_head`: hidden states in, (log-prob, entropy) of the selected targets out.
 
     Being called in the head's place inside the model's own forward, it sees the gathered weight under FSDP2, tied or not.
-    The entropy has a gradient only where a bonus needs it. tail: what the model does to its logits, as `tail` gives it.
+    The entropy has a gradient only where a bonus needs it. tail: what the model does to its logits,
+    as `tail` gives it.
     """
 
     def __init__(self, lm_head: torch.nn.Module, entropy_gradient=False, tail=(1.0, math.inf)):
@@ -347,7 +348,8 @@ class Replay:
             input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra
         )
         out, found, self.head.found = getattr(out, "logits", out), self.head.found, None  # [N, C]
-        # what a model does to its head's logits was done in the head; FSDP's hooks need a graph through the model's output
+        # what a model does to its head's logits was done in the head; FSDP's hooks need a graph
+        # through the model's own output
         found = torch.where(torch.ones_like(found, dtype=torch.bool), found, out)
         full = found.new_zeros((*micro.mask.shape, found.shape[-1]))
         full[predicts] = found  # [B, T, C]
@@ -366,19 +368,19 @@ def experts_of(config) -> int:
 
 
 class Bare(tuple):
-    """What a decoder that is not there gives: hidden states, and None for all else that is asked for."""
+    """What a decoder that is not there gives: hidden states, and None for all else that is asked."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def tail(model: torch.nn.Module) -> tuple[float, float]:
-    """What a class of transformers does to the logits of its head, as (scale, cap): x -> cap * tanh(scale * x / cap), without a
-    cap where it is inf.
+    """What a class of transformers does to the logits of its head, as (scale, cap):
+    x -> cap * tanh(scale * x / cap), without a cap where it is inf.
 
-    The class is asked, so that no list of families has to be kept: the forward of an empty `model` (on meta) runs on a decoder
-    and a head that give what they are told. The model is of no use afterwards. Raises ValueError when the answer has
-    another form.
+    The class is asked, so that no list of families has to be kept: the forward of an empty `model`
+    (on meta) runs on a decoder and a head that give what they are told. The model is of no use
+    afterwards. Raises ValueError when the answer has another form.
     """
     head = model.get_output_embeddings()
     asked = torch.tensor([2.0**-20, -0.5, 3.0, -30.0, 100.0, 2.0**40], dtype=torch.float64)
@@ -452,7 +454,8 @@ def expert_options(device: str) -> dict:
 
 
 def files_of(path: str) -> list[str]:
-    """Names of a model's files: in its folder, in what is kept of the hub, or on the hub where no weights are kept yet."""
+    """Names of a model's files: in its folder, in what is kept of the hub, or on the hub where no
+    weights are kept yet."""
     import huggingface_hub
 
     if os.path.isdir(path):
@@ -468,7 +471,8 @@ def files_of(path: str) -> list[str]:
 
 
 def check_model(cfg, flag: str, path: str) -> None:
-    """Look at a model before anything is started. Raises BadInput with the flag, the reason and the fix."""
+    """Look at a model before anything is started. Raises BadInput with the flag, the reason and the
+    fix."""
     from transformers import AutoConfig
 
     def refuse(why: str):
@@ -481,7 +485,7 @@ def check_model(cfg, flag: str, path: str) -> None:
         files = files_of(path)
     except Exception as e:  # whatever the files of a stranger make transformers raise
         refuse(
-            "it brings Python code of its own, which is not run; take a family that transformers has"
+            "it brings Python code of its own, which is not run; take a family of transformers"
             if "trust_remote_code" in str(e)
             else f"no model there ({first_line(e)})"
         )
@@ -503,7 +507,8 @@ def first_line(error: Exception) -> str:
 
 
 def unfit_tokenizer(config, path: str) -> str:
-    """Why the tokenizer at `path` does not go with this program or with its model, and the fix; empty where it does."""
+    """Why the tokenizer at `path` does not go with this program or with its model, and the fix;
+    empty where it does."""
     from transformers import AutoTokenizer
 
     try:
@@ -541,7 +546,8 @@ def unfit_config(config, critic=False) -> str:
 
 
 def unlike(config, context: int) -> str:
-    """Why the two sides compute other things for a family, and the fix: what was measured and cannot be asked of a class."""
+    """Why the two sides compute other things for a family, and the fix: what was measured and cannot
+    be asked of a class."""
     window = getattr(config, "sliding_window", None) or math.inf
     if config.model_type == "qwen3_next":
         return (
@@ -556,7 +562,8 @@ def unlike(config, context: int) -> str:
 
 
 def unfit_files(path: str, files: list[str]) -> str:
-    """Why the weights that a model has cannot be read, and the fix; empty where they can. Weights that lie here are opened."""
+    """Why the weights that a model has cannot be read, and the fix; empty where they can. Weights
+    that lie here are opened."""
     from safetensors import SafetensorError, safe_open
 
     weights = [name for name in files if name.endswith(".safetensors")]
@@ -579,21 +586,23 @@ def unfit_files(path: str, files: list[str]) -> str:
 
 
 def vllm_registry() -> str:
-    """The source of vLLM's list of models: importing it would take 15 s, and names are all that is asked of it."""
+    """The source of vLLM's list of models: importing it would take 15 s, and only names are asked."""
     folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
     return Path(folder, "model_executor/models/registry.py").read_text()
 
 
 def unfit_class(config, given: list[str]) -> str:
-    """Why a model's class cannot be trained with the flags of experts that were given, and the fix; empty for one that can.
+    """Why a model's class cannot be trained with the flags of experts that were given, and the fix;
+    empty for one that can.
 
-    The classes are asked: that of transformers, and AutoModel's own where it has one, are built without memory for weights.
+    The classes are asked: that of transformers, and AutoModel's own where it has one, are built
+    without memory for weights.
     """
     try:
         model = empty(config)
         layers = list(model.model.layers)
         attention = not model._is_stateful and all(hasattr(x, "self_attn") for x in layers)
-        # vLLM runs what it has no class for on that of transformers, but experts not by every router
+        # vLLM runs what it has no class for on that of transformers, but not every router
         general = model.is_backend_compatible() and not experts_of(config)
         served = general or f'"{type(model).__name__}"' in vllm_registry()
         tail(model)
@@ -604,8 +613,9 @@ def unfit_class(config, given: list[str]) -> str:
         )
     if not attention:
         return (
-            f"{config.model_type} has layers that keep a state beside attention, with which trainer and"
-            " engine were not seen to agree (vLLM has no float32 for it on a CPU); take another family"
+            f"{config.model_type} has layers that keep a state beside attention, with which trainer"
+            " and engine were not seen to agree (vLLM has no float32 for it on a CPU); take another"
+            " family"
         )
     if not served:
         return f"vLLM has no class for {config.model_type}; take a family that it serves"
@@ -618,8 +628,8 @@ def unfit_class(config, given: list[str]) -> str:
             modules = list(own(config, **options).modules()) if own else []
     except Exception as e:
         return (
-            f"AutoModel's {own.__name__} cannot be built on this machine ({first_line(e)}); take another"
-            " family, or a machine that has it"
+            f"AutoModel's {own.__name__} cannot be built on this machine ({first_line(e)}); take"
+            " another family, or a machine that has it"
         )
     if given and not any(getattr(m, "router_replay", None) is not None for m in modules):
         return f"AutoModel has no class of its own for {config.model_type}, so drop --{given[0]}"

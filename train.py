@@ -1242,8 +1242,9 @@ def molt(r: Run, version: int) -> dict:
 
 
 UNLIKE = (
-    "This was seen at the start: nothing was learnt from it. The trainer's {name} and vLLM's class of that family compute other"
-    " things, or --dtype is too coarse for --max_gap; docs/models.md has the families that were tried."
+    "This was seen at the start: nothing was learnt from it. The trainer's {name} and vLLM's class"
+    " of that family compute other things, or --dtype is too coarse for --max_gap; docs/models.md"
+    " has the families that were tried."
 )
 
 

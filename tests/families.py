@@ -1,4 +1,4 @@
-"""Tiny random models of many families, as transformers makes them, with the starter's tokenizer and chat template.
+"""Tiny random models of many families, as transformers makes them, with the starter's tokenizer.
 
 python tests/families.py out/families [name …]        # writes out/families/<name>
 """
@@ -106,7 +106,7 @@ FAMILIES = {
 
 
 def make(family: str, folder: str, **flags) -> str:
-    """Write the model of a family, with a vector of every layer moved from what it begins with; returns the folder."""
+    """Write the model of a family, its vectors moved from what they begin with; returns the folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(STARTER)
     prefix, extra = FAMILIES[family]
     ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

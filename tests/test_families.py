@@ -1,4 +1,4 @@
-"""Models of many families: what works agrees with the engine and with transformers, what does not is refused before the start.
+"""Models of many families: what works agrees with engine and transformers, the rest is refused.
 
 The table in docs/models.md is FAMILIES of tests/families.py; the slow test runs each row of it.
 """
