@@ -31,6 +31,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import huggingface_hub
 import ray
 import torch
 import torch.distributed as dist
@@ -38,6 +39,21 @@ import torch.distributed as dist
 from agent import BadInput, InvariantError, read_batch, write_batch
 from replay import Learner, adapters
 
+# what is weights, or code, or says what weights there are: not copied beside those of an export
+OF_WEIGHTS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.index.json",
+    "*.py",
+    "README.md",
+    ".*",
+)
 START_TIMEOUT = 1800  # seconds for the engines to load
 LOCK_TIMEOUT = 5  # seconds for a killed run to be gone: it frees its memory first
 ALIGN, PAGE = (
@@ -118,6 +134,8 @@ def hf_tensors(model, dtype: torch.dtype):
 
     Gathering a sharded parameter is a collective: every trainer rank iterates, in the same order.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     adapter, sums = getattr(model, "state_dict_adapter", None), dict(merged(model))
     for name, p in model.named_parameters():
         if "lora_" in name:
@@ -126,9 +144,12 @@ def hf_tensors(model, dtype: torch.dtype):
         if isinstance(full, dist.tensor.DTensor):
             full = full.to(full.device_mesh.device_type).full_tensor()
         name = name.replace("_checkpoint_wrapped_module.", "")
-        for hf_name, tensor in (
-            adapter.convert_single_tensor_to_hf(name, full) if adapter else [(name, full)]
-        ):
+        if adapter:
+            parts = adapter.convert_single_tensor_to_hf(name, full)
+        else:
+            # transformers keeps some weights otherwise than files do: those of all experts in one
+            parts = revert_weight_conversion(model, {name: full}).items()
+        for hf_name, tensor in parts:
             yield hf_name, tensor.to(dtype)
 
 
@@ -816,8 +837,19 @@ def merge(model) -> None:
     model.register_state_dict_post_hook(forget)
 
 
+def copy_side_files(path: str, folder: Path) -> None:
+    """Copy what stands beside a model's weights into `folder`, as it is: tokenizer, chat template,
+    generation config and all that a family has of its own. Its config is another one now."""
+    if not os.path.isdir(path):
+        path = huggingface_hub.snapshot_download(path, ignore_patterns=OF_WEIGHTS)
+    for file in Path(path).iterdir():
+        if file.is_file() and not any(map(file.match, [*OF_WEIGHTS, "config.json"])):
+            shutil.copy(file, folder)
+
+
 def export(cfg, model) -> Path:
-    """Write the policy as Hugging Face safetensors, with its tokenizer, into <out>/model; transformers and vLLM load it.
+    """Write the policy as Hugging Face safetensors into <out>/model, with all files that stood
+    beside its weights; transformers and vLLM load it.
 
     With --lora_rank the adapters go into <out>/adapter, as peft loads them, and into the weights: the run ends with it.
     """
@@ -835,6 +867,8 @@ def export(cfg, model) -> Path:
         )
         with atomic(cfg, name, written) as folder:
             model.save_pretrained(str(folder), checkpointer=checkpointer, **extra)
+            if name == "model" and dist.get_rank() == 0:
+                copy_side_files(cfg.model, folder / written)
         return Path(cfg.out) / name
 
     if cfg.lora_rank:

@@ -4,15 +4,20 @@ Rows are padded on the right, so causal attention needs no mask and rows cannot 
 with `tokens`; the shift between a token and the position that predicts it happens once, in `forward`. The head computes
 log-probs in chunks, only where a token is trained, so the logits of a batch never exist at once. For a mixture of experts the
 engine's choices are replayed in the forward and in its recompute. The second half builds what is re-run: the FSDP2 model of the
-policy, a critic or a reference, and the optimizer. Nothing here knows of engines, rewards or losses.
+policy, a critic or a reference, and the optimizer; `check_model` refuses what cannot be built. Nothing here knows of engines,
+rewards or losses.
 
-    pytest tests/test_replay.py
+    pytest tests/test_replay.py tests/test_families.py
 """
 
 import contextlib
+import importlib.util
+import json
 import math
+import os
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from agent import InvariantError, Segment, digest
+from agent import BadInput, InvariantError, Segment, digest
 
 CHUNK = 1 << 25  # logits that exist at once, in numbers: 128 MiB in fp32
 
@@ -157,11 +162,13 @@ class Head:
     """Stands in for the forward of `lm_head`: hidden states in, (log-prob, entropy) of the selected targets out.
 
     Being called in the head's place inside the model's own forward, it sees the gathered weight under FSDP2, tied or not.
-    The entropy has a gradient only where a bonus needs it.
+    The entropy has a gradient only where a bonus needs it. tail: what the model does to its logits,
+    as `tail` gives it.
     """
 
-    def __init__(self, lm_head: torch.nn.Module, entropy_gradient: bool = False):
+    def __init__(self, lm_head: torch.nn.Module, entropy_gradient=False, tail=(1.0, math.inf)):
         self.linear, self.temperature, self.entropy_gradient = lm_head, 1.0, entropy_gradient
+        self.scale, self.cap = tail
         self.where = self.targets = None  # bool [B, T], int64 [N]
         lm_head.forward = self
 
@@ -171,13 +178,17 @@ class Head:
         size = max(1, CHUNK // self.linear.weight.shape[0])
         parts = zip(picked.split(size), self.targets.split(size))
         # the logits of a chunk are computed again in backward, not kept
-        return torch.cat([checkpoint(self.chunk, h, t, use_reentrant=False) for h, t in parts])
+        found = [checkpoint(self.chunk, h, t, use_reentrant=False) for h, t in parts]
+        self.found = torch.cat(found)
+        return self.found
 
     def chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """hidden [n, H], targets [n] -> [n, 2]: log-softmax of logits / temperature at the target, and its entropy."""
-        logits = (
-            F.linear(hidden, self.linear.weight, self.linear.bias).float() / self.temperature
-        )  # [n, V]
+        logits = F.linear(hidden, self.linear.weight, self.linear.bias).float()  # [n, V]
+        if self.cap < math.inf:
+            logits = torch.tanh(logits * (self.scale / self.cap)) * (self.cap / self.temperature)
+        else:
+            logits = logits / (self.temperature / self.scale)
         normaliser = logits.logsumexp(-1)  # [n]
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser  # [n]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
@@ -204,9 +215,10 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, T, H] -> [N, 1] float32."""
-        return F.linear(
+        self.found = F.linear(
             hidden[self.where].float(), *(p.to(hidden.device) for p in (self.weight, self.bias))
         )
+        return self.found
 
 
 class Router:
@@ -335,7 +347,10 @@ class Replay:
         out = self.model(
             input_ids=micro.tokens, position_ids=positions, attention_mask=None, **extra
         )
-        found = getattr(out, "logits", out)  # [N, C]
+        out, found, self.head.found = getattr(out, "logits", out), self.head.found, None  # [N, C]
+        # what a model does to its head's logits was done in the head; FSDP's hooks need a graph
+        # through the model's own output
+        found = torch.where(torch.ones_like(found, dtype=torch.bool), found, out)
         full = found.new_zeros((*micro.mask.shape, found.shape[-1]))
         full[predicts] = found  # [B, T, C]
         # back to the token's own position
@@ -348,8 +363,46 @@ class Replay:
 def experts_of(config) -> int:
     """Number of routed experts in a transformers config, 0 for a dense model."""
     config = config.get_text_config()
-    names = "num_experts", "num_local_experts", "n_routed_experts"
+    names = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
     return next((n for name in names if (n := getattr(config, name, 0))), 0)
+
+
+class Bare(tuple):
+    """What a decoder that is not there gives: hidden states, and None for all else that is asked."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+def tail(model: torch.nn.Module) -> tuple[float, float]:
+    """What a class of transformers does to the logits of its head, as (scale, cap):
+    x -> cap * tanh(scale * x / cap), without a cap where it is inf.
+
+    The class is asked, so that no list of families has to be kept: the forward of an empty `model`
+    (on meta) runs on a decoder and a head that give what they are told. The model is of no use
+    afterwards. Raises ValueError when the answer has another form.
+    """
+    head = model.get_output_embeddings()
+    asked = torch.tensor([2.0**-20, -0.5, 3.0, -30.0, 100.0, 2.0**40], dtype=torch.float64)
+    model.base_model.forward = lambda *_, **__: Bare([torch.zeros(1, len(asked), head.in_features)])
+    head.forward = lambda hidden: asked[None, :, None]
+    tokens = torch.zeros(1, len(asked), dtype=torch.int64)
+    told = model(input_ids=tokens, use_cache=False).logits.double().flatten()
+    scale, cap = float(told[0] / asked[0]), float(told[-1])
+    if math.isclose(cap, scale * float(asked[-1]), rel_tol=1e-6):
+        cap = math.inf
+    expected = asked * scale if cap == math.inf else cap * torch.tanh(asked * scale / cap)
+    if not torch.allclose(told, expected, rtol=1e-6):
+        raise ValueError("it changes the logits of its head otherwise than by a scale and a cap")
+    return scale, cap
+
+
+def empty(config) -> torch.nn.Module:
+    """The model of transformers that a config describes, without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 @contextlib.contextmanager
@@ -371,6 +424,218 @@ def cuda_means_cpu():
         yield
 
 
+def own_class(config) -> type | None:
+    """AutoModel's own class for a config; None where it takes that of transformers."""
+    from nemo_automodel._transformers.model_init import get_is_hf_model
+    from nemo_automodel._transformers.registry import ModelRegistry
+
+    if get_is_hf_model(config, force_hf=False):
+        return None
+    return ModelRegistry.resolve_custom_model_cls(config.architectures[0], config)
+
+
+def expert_options(device: str) -> dict:
+    """How AutoModel's own classes of mixtures of experts are built."""
+    from nemo_automodel.components.models.common.utils import BackendConfig
+
+    # a coefficient would add a gradient of rank-local tokens
+    options = dict(moe_overrides=dict(aux_loss_coeff=0.0, enable_routing_replay=True))
+    if device == "cpu":
+        options["backend"] = BackendConfig(
+            attn="sdpa",
+            rms_norm="torch_fp32",
+            rope_fusion=False,
+            gate_precision="float32",
+            linear="torch",
+            experts="torch",
+            dispatcher="torch",
+        )
+    return options
+
+
+def files_of(path: str) -> list[str]:
+    """Names of a model's files: in its folder, in what is kept of the hub, or on the hub where no
+    weights are kept yet."""
+    import huggingface_hub
+
+    if os.path.isdir(path):
+        return os.listdir(path)
+    kept = os.listdir(
+        os.path.dirname(huggingface_hub.try_to_load_from_cache(path, "config.json"))
+    )  # of a config that was just read
+    try:
+        weights = any(name.endswith(".safetensors") for name in kept)
+        return kept if weights else huggingface_hub.list_repo_files(path)
+    except Exception:  # of the network, or since it is not to be used
+        return kept
+
+
+def check_model(cfg, flag: str, path: str) -> None:
+    """Look at a model before anything is started. Raises BadInput with the flag, the reason and the
+    fix."""
+    from transformers import AutoConfig
+
+    def refuse(why: str):
+        raise BadInput(f"--{flag} {path}: {why}")
+
+    if not os.path.isdir(path) and os.path.isdir(os.path.dirname(path)):  # else a hub name
+        refuse("there is no such folder")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        files = files_of(path)
+    except Exception as e:  # whatever the files of a stranger make transformers raise
+        refuse(
+            "it brings Python code of its own, which is not run; take a family of transformers"
+            if "trust_remote_code" in str(e)
+            else f"no model there ({first_line(e)})"
+        )
+    flags = dict(replay_experts=cfg.replay_experts, balance_coef=cfg.balance_coef, ep=cfg.ep > 1)
+    policy = flag == "model"
+    why = (
+        unfit_config(config, critic=flag == "critic_model")
+        or unfit_files(path, files)
+        or unlike(config, cfg.max_context)
+        or (unfit_tokenizer(config, path) if policy else "")
+        or unfit_class(config, [name for name, value in flags.items() if value and policy])
+    )
+    if why:
+        refuse(why)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def unfit_tokenizer(config, path: str) -> str:
+    """Why the tokenizer at `path` does not go with this program or with its model, and the fix;
+    empty where it does."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as e:
+        return f"no tokenizer there ({first_line(e)}); copy that of its base model into it"
+    if not tokenizer.chat_template:
+        return (
+            "its tokenizer has no chat template, so nothing says how messages become tokens: put a"
+            " chat_template.jinja beside it, or take the instruct model of the family"
+        )
+    size = config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        return f"its tokenizer has {len(tokenizer)} tokens and its embedding {size} rows: resize it"
+    return ""
+
+
+def unfit_config(config, critic=False) -> str:
+    """Why no model of this config can be trained, and the fix; empty for one that can."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
+
+    kind, named = config.model_type, config.architectures or []
+    if config.is_encoder_decoder:
+        return f"{kind} is an encoder and a decoder; take a model that is a decoder alone"
+    if config.get_text_config() is not config:
+        return f"{kind} reads more than text; take a text model, or save its language model alone"
+    if type(config) not in classes:
+        return f"{kind} has no causal language model in transformers; take another family"
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantised and cannot learn; take the model that was quantised"
+    expected = classes[type(config)].__name__
+    if not critic and named[:1] != [expected]:
+        return f'config.json names the architectures {named}, and only ["{expected}"] can be played'
+    return ""
+
+
+def unlike(config, context: int) -> str:
+    """Why the two sides compute other things for a family, and the fix: what was measured and cannot
+    be asked of a class."""
+    window = getattr(config, "sliding_window", None) or math.inf
+    if config.model_type == "qwen3_next":
+        return (
+            "AutoModel 0.7 reads its last norm otherwise than transformers and vLLM; take another"
+        )
+    if config.model_type == "cohere2" and context > window:
+        return (
+            "vLLM 0.30 gives its sliding window one token more than transformers does, so"
+            f" --max_context {context} may be {window} at most"
+        )
+    return ""
+
+
+def unfit_files(path: str, files: list[str]) -> str:
+    """Why the weights that a model has cannot be read, and the fix; empty where they can. Weights
+    that lie here are opened."""
+    from safetensors import SafetensorError, safe_open
+
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if not weights:
+        other = "only in another format" if any(".bin" in name for name in files) else "not there"
+        return (
+            f"its weights are {other}: save them as safetensors (save_pretrained of transformers)"
+        )
+    if not os.path.isdir(path):
+        return ""
+    name = "model.safetensors.index.json"
+    try:
+        index = json.loads(Path(path, name).read_text()) if name in files else {"weight_map": {}}
+        for name in sorted({*weights, *index["weight_map"].values()}):
+            with safe_open(Path(path, name), "pt"):
+                pass
+    except (OSError, ValueError, LookupError, SafetensorError) as e:
+        return f"{name} cannot be read ({first_line(e)}); fetch or save it again"
+    return ""
+
+
+def vllm_registry() -> str:
+    """The source of vLLM's list of models: importing it would take 15 s, and only names are asked."""
+    folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
+    return Path(folder, "model_executor/models/registry.py").read_text()
+
+
+def unfit_class(config, given: list[str]) -> str:
+    """Why a model's class cannot be trained with the flags of experts that were given, and the fix;
+    empty for one that can.
+
+    The classes are asked: that of transformers, and AutoModel's own where it has one, are built
+    without memory for weights.
+    """
+    try:
+        model = empty(config)
+        layers = list(model.model.layers)
+        attention = not model._is_stateful and all(hasattr(x, "self_attn") for x in layers)
+        # vLLM runs what it has no class for on that of transformers, but not every router
+        general = model.is_backend_compatible() and not experts_of(config)
+        served = general or f'"{type(model).__name__}"' in vllm_registry()
+        tail(model)
+    except Exception as e:  # of a class that is built otherwise than those that are known
+        return (
+            f"{config.model_type} is built otherwise than the families that can be trained"
+            f" ({first_line(e)}); docs/models.md has a list of them"
+        )
+    if not attention:
+        return (
+            f"{config.model_type} has layers that keep a state beside attention, with which trainer"
+            " and engine were not seen to agree (vLLM has no float32 for it on a CPU); take another"
+            " family"
+        )
+    if not served:
+        return f"vLLM has no class for {config.model_type}; take a family that it serves"
+    if not experts_of(config):
+        return f"it is dense, it has no experts; drop --{given[0]}" if given else ""
+    own = own_class(config)
+    try:
+        with cuda_means_cpu(), torch.device("meta"):
+            options = expert_options("cuda" if torch.cuda.is_available() else "cpu")
+            modules = list(own(config, **options).modules()) if own else []
+    except Exception as e:
+        return (
+            f"AutoModel's {own.__name__} cannot be built on this machine ({first_line(e)}); take"
+            " another family, or a machine that has it"
+        )
+    if given and not any(getattr(m, "router_replay", None) is not None for m in modules):
+        return f"AutoModel has no class of its own for {config.model_type}, so drop --{given[0]}"
+    return ""
+
+
 def adapters(cfg):
     """AutoModel's description of the adapters of --lora_rank."""
     from nemo_automodel.components._peft.lora import PeftConfig
@@ -389,11 +654,13 @@ def build_model(cfg, device: str, path: str = ""):
         MoEParallelizerConfig,
     )
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
-    from nemo_automodel.components.models.common.utils import BackendConfig
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig
 
     bf16, world = cfg.dtype == "bfloat16", dist.get_world_size()
+    config = AutoConfig.from_pretrained(path or cfg.model)
+    # sdpa leaves out the soft cap of attention, without a word
+    capped = getattr(config, "attn_logit_softcapping", None)
     # AutoModel reads mp_policy=None as bfloat16, so float32 is said with an empty policy
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.offload == "optimizer" else None
@@ -409,22 +676,14 @@ def build_model(cfg, device: str, path: str = ""):
     )
     how = dict(
         torch_dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation="eager" if capped else "sdpa",
         use_liger_kernel=False,
         distributed_setup=setup,
         trust_remote_code=False,  # AutoModel's default is True for the hub's nvidia/ models
     )
     how["peft_config"] = adapters(cfg) if cfg.lora_rank and not path else None
-    if experts_of(AutoConfig.from_pretrained(path or cfg.model)):
-        # else a rank-local balance gradient
-        how["moe_overrides"] = dict(aux_loss_coeff=0.0, enable_routing_replay=True)
-        if device == "cpu":
-            exact = dict(
-                attn="sdpa", rms_norm="torch_fp32", rope_fusion=False, gate_precision="float32"
-            )
-            how["backend"] = BackendConfig(
-                linear="torch", experts="torch", dispatcher="torch", **exact
-            )
+    if experts_of(config) and own_class(config):
+        how |= expert_options(device)
     with cuda_means_cpu() if device == "cpu" else contextlib.nullcontext():
         model = NeMoAutoModelForCausalLM.from_pretrained(path or cfg.model, **how)
     if world == 1 and (
@@ -496,9 +755,13 @@ class Learner:
     scheduler: Any
 
 
+def policy_head(model: torch.nn.Module, entropy_gradient=False) -> Head:
+    return Head(model.get_output_embeddings(), entropy_gradient, tail(empty(model.config)))
+
+
 def build_policy(cfg, device: str) -> Learner:
     model, mesh = build_model(cfg, device)
-    head = Head(model.get_output_embeddings(), entropy_gradient=cfg.entropy_coef != 0)
+    head = policy_head(model, cfg.entropy_coef != 0)
     return Learner(
         Replay(model, cfg.temperature, head, cfg.balance_coef != 0),
         mesh,
@@ -516,7 +779,8 @@ def build_critic(cfg, device: str) -> Learner:
 
 def build_reference(cfg, device: str) -> Replay:
     """The frozen model that a KL is to: the reference, or a teacher."""
-    return Replay(build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False), cfg.temperature)
+    model = build_model(cfg, device, cfg.ref_model)[0].requires_grad_(False)
+    return Replay(model, cfg.temperature, policy_head(model))
 
 
 def clip_gradients(cfg, replay: Replay, mesh) -> float:

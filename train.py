@@ -114,8 +114,8 @@ from replay import (
     build_policy,
     build_reference,
     check_identity,
+    check_model,
     clip_gradients,
-    experts_of,
     pack,
     plan,
 )
@@ -921,8 +921,6 @@ def check_inputs(cfg: Config, given: set[str] | None = None) -> list[dict]:
     """Look at the files before any process starts; returns the data rows. given: as in `validate`.
 
     Raises ValueError with the flag and the fix."""
-    from transformers import AutoConfig
-
     agent = None
     if cfg.estimator != "sft" and not cfg.train_from:
         flag = "reward" if cfg.agent_cmd or cfg.reward else "agent"
@@ -934,27 +932,9 @@ def check_inputs(cfg: Config, given: set[str] | None = None) -> list[dict]:
     rows = [] if cfg.train_from else check_data(cfg, "data", cfg.data, agent)
     if cfg.eval_data:
         check_data(cfg, "eval_data", cfg.eval_data, agent)
-    models = {
-        flag: path
-        for flag in ("critic_model", "ref_model", "model")
-        if (path := getattr(cfg, flag))
-    }
-    for flag, path in models.items():
-        if not os.path.isdir(path) and os.path.isdir(
-            os.path.dirname(path)
-        ):  # else it may be a hub name
-            raise ValueError(f"--{flag} {path}: there is no such folder")
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        except (OSError, ValueError) as e:
-            raise ValueError(
-                f"--{flag} {path}: no model there ({str(e).splitlines()[0]})"
-            ) from None
-    for flag in ("replay_experts", "balance_coef"):
-        if getattr(cfg, flag) and not experts_of(config):
-            raise ValueError(
-                f"--{flag}: --model {cfg.model} is dense, it has no experts; drop the flag"
-            )
+    for flag in ("critic_model", "ref_model", "model"):
+        if path := getattr(cfg, flag):
+            check_model(cfg, flag, path)
     try:
         os.makedirs(cfg.out, exist_ok=True)
         tempfile.TemporaryFile(dir=cfg.out).close()
@@ -1716,23 +1696,34 @@ def molt(r: Run, version: int) -> dict:
     return metrics | {"refit/probe_gap": seen["gap/on_version_max"]}
 
 
+UNLIKE = (
+    "This was seen at the start: nothing was learnt from it. The trainer's {name} and vLLM's class"
+    " of that family compute other things, or --dtype is too coarse for --max_gap; docs/models.md"
+    " has the families that were tried."
+)
+
+
 def prove(r: Run, version: int) -> None:
     """The first molt, then a few replies of each engine go the whole way of a rollout; prints the verdict table.
 
     Raises InvariantError before anything is learnt.
     """
-    metrics = molt(r, version)
-    if r.refit:
-        trial, meter = (
-            from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)),
-            Meter(r.seen),
-        )
-        micro = pack(trial, list(range(len(trial))))
-        verify(r.cfg, [micro], trial, version, r.device, meter)
-        score(r.learners["policy"].replay, [micro], meter)
-        first = meter.reduce(r.control) | metrics
-        verdict(r.cfg, r.console, first)
-        check_gates(r.cfg, first)
+    replay = r.learners["policy"].replay
+    try:
+        metrics = molt(r, version)
+        if r.refit:
+            trial, meter = (
+                from_rank_0(r.control, sample_trial(r.cfg, r.engines, r.probe)),
+                Meter(r.seen),
+            )
+            micro = pack(trial, list(range(len(trial))))
+            verify(r.cfg, [micro], trial, version, r.device, meter)
+            score(replay, [micro], meter)
+            first = meter.reduce(r.control) | metrics
+            verdict(r.cfg, r.console, first)
+            check_gates(r.cfg, first)
+    except InvariantError as e:
+        raise InvariantError(f"{e}\n{UNLIKE.format(name=type(replay.model).__name__)}") from e
     r.clock.mark("time/start_checks")
     spans = r.clock.take()
     spent = ", ".join(f"{k.removeprefix('time/start_')} {v:.0f} s" for k, v in spans.items())

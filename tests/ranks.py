@@ -20,7 +20,7 @@ import refit
 import train
 from agent import Result
 from refit import hf_tensors
-from replay import Head, Replay, ValueHead, build_model, build_optimizer, pack
+from replay import Replay, ValueHead, build_model, build_optimizer, pack, policy_head
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
 
@@ -108,6 +108,9 @@ def main(tiny: str, out: str) -> None:
         ("moe-balance", "moe", 16384, balance),
         ("moe-balance-many", "moe", 100, balance),
         ("moe-balance-again", "moe", 100, balance | dict(checkpoint_activations=True)),
+        ("scaled", "cohere", 100, whole),
+        ("capped", "gemma2", 100, whole),
+        ("experts-of-transformers", "mixtral", 100, whole),
         ("moe-balance-ep-1", "moe", 100, balance | dict(ep=1)),
     ):
         job(f"{tiny}/{model}", f"{out}/{name}-{dist.get_world_size()}.pt", budget, flags)
@@ -147,7 +150,7 @@ def job(model_name: str, out: str, budget: int, flags: dict) -> None:
                 else value
             )
     start, policies = {n: full(p) for n, p in names(model)}, homes(model)
-    head = critic or Head(model.get_output_embeddings(), cfg.entropy_coef != 0)
+    head = critic or policy_head(model, cfg.entropy_coef != 0)
     replay = Replay(model, 1.0, head, cfg.balance_coef != 0)
     gradients = {}
 

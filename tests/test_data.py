@@ -354,7 +354,7 @@ def test_numpy_s_values_and_tuples_are_json_s():
 IMAGE = {"type": "image", "image": {"bytes": b"\x89PNG"}}
 FAULTS = {
     "None": (None, "neither a text nor a list"),
-    "a number": (5, "'5' is neither a text nor a list"),
+    "a number": (5, "5 is neither a text nor a list"),
     "one message": (USER, "neither a text nor a list"),
     "bytes": (b"x", "neither a text nor a list"),
     "texts": (["a", "b"], r"messages\[0\] must be an object"),
@@ -468,7 +468,7 @@ BROKEN = {
     "empty.jsonl": (b'{"prompt": ""}\n', "row 0 has no 'prompt'; fill it in"),
     "none.jsonl": (b'{"prompt": []}\n', "row 0 has no 'prompt'; fill it in"),
     "silent.jsonl": (b'{"prompt": [{"role": "user", "content": ""}]}\n', "row 0: .* has no text"),
-    "number.jsonl": (b'{"prompt": "x"}\n{"prompt": 5}\n', "row 1: '5' is neither a text nor"),
+    "number.jsonl": (b'{"prompt": "x"}\n{"prompt": 5}\n', "row 1: 5 is neither a text nor"),
     "texts.jsonl": (b'{"prompt": ["x"]}\n', r"row 0: messages\[0\] must be an object"),
     "human.jsonl": (b'{"prompt": [{"role": "human", "content": "x"}]}\n', "row 0: .*role must be"),
     "tools.jsonl": (b'{"prompt": "x", "tools": ["f"]}\n', r"row 0: tools\[0\] must be an object"),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import families
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def result(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
+    for name in ("cohere", "gemma2", "mixtral"):
+        families.make(name, f"{tiny}/{name}")
     for world in (1, 2):
         command = [
             sys.executable,
@@ -44,7 +47,12 @@ def same(a, b, what):
             )
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe", "sequences", "critic", "critic-tied"])
+OTHERS = ["scaled", "capped", "experts-of-transformers"]
+
+
+@pytest.mark.parametrize(
+    "model", ["dense", "tied", "moe", "sequences", "critic", "critic-tied", *OTHERS]
+)
 def test_two_ranks_give_the_loss_gradient_and_weights_of_one(result, model):
     same(result(model, 1), result(model, 2), f"{model} on 2 ranks")
 
@@ -67,7 +75,7 @@ def test_the_loss_of_two_ranks_is_that_of_one_to_a_millionth(result):
 
 def test_every_weight_moved(result):
     """A parameter that no optimizer holds would be the same on any number of ranks."""
-    for name in ("dense", "tied", "moe"):
+    for name in ("dense", "tied", "moe", *OTHERS):
         for world in (1, 2):
             r = result(name, world)
             assert r["gradients"].keys() == r["weights"].keys()
