@@ -559,12 +559,11 @@ def test_without_engines_neither_an_engine_nor_a_runner_is_made_that_could_read_
     assert [name for name, _ in ray.made] == ["Rollouts"]
     played = r"rollout:(Engine|Runner|Rollouts)\.|rollout:(play|parser|launch)$|refit:Refit\."
     gated = r"|train:(check_gates|gates|bounds|sample_trial)$"  # of what an engine sampled
-    asked = (
-        r"|train:(watch|molt|times|check_limits)$"  # --engine_timeout and its like, of no engine
-    )
+    asked = r"|train:(watch|molt|times)$"  # --engine_timeout and its like, of no engine
+    checked = r"|train:check_limits$|replay:check_model$"  # before the start
     for flag in next(only.flags for only in READ if "engines" in only.flags):
         assert not reads_in(Config(**how), flag)
-        assert all(re.match(played + gated + asked, f) for f in flags.readers(flag)), flag
+        assert all(re.match(played + gated + asked + checked, f) for f in flags.readers(flag)), flag
 
 
 def test_a_long_demonstration_is_none_of_max_tokens():
