@@ -67,15 +67,11 @@ def bad_input(what: str):
 
 def place(error: BaseException) -> str:
     """Where a file that is neither this project's, Python's nor an installed one raised, " (file, line n)", or empty."""
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     here = os.path.dirname(os.path.abspath(__file__))
     frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if os.path.isabs(f.filename)  # else it is compiled
-        and not f.filename.startswith(libraries)
-        and os.path.dirname(f.filename) != here
+        f for f in own(traceback.extract_tb(error.__traceback__)) if os.path.isabs(f.filename)
     ]
+    frames = [f for f in frames if os.path.dirname(f.filename) != here]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
@@ -446,12 +442,6 @@ class Guest:
         if self.jobs:
             self.jobs.put(None)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.end()
-
 
 def bound(group: int) -> subprocess.Popen:
     """Bind a process group to this process: a watcher, whose pipe closes when the `with` block ends or this process dies, then
@@ -539,8 +529,11 @@ class CommandAgent(ChatAgent):
                     f"--agent_cmd ended with exit code {code}; its output ends:\n{output[-2000:]}"
                 )
             last = text_of(task.messages[-1])
-            with Guest() as grader:  # in a thread, since it may take long
+            grader = Guest()  # in a thread, since it may take long
+            try:
                 return await grader.call(self.reward, last, task.label, output, folder)
+            finally:
+                grader.end()
 
 
 def text_of(message: dict) -> str:

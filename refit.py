@@ -330,8 +330,8 @@ class Refit:
 
 # ---- checkpoints and export
 
-# What --resume does where a flag is another than when the checkpoint was written. Each flag is in
-# one of these. It is refused, since the checkpoint means something else under it:
+# What --resume does where a flag is another than when the checkpoint was written. A flag is in
+# at most one of these. It is refused, since the checkpoint means something else under it:
 REFUSED = {
     "model": "the weights and moments in it are of that model and its tokens",
     "critic_model": "the critic in it is of that model",
@@ -362,91 +362,7 @@ PLAYED = (
     "replay_experts",
     "dtype",
 )
-# It is told:
-TOLD = (
-    # how many and how long
-    "steps",
-    "data_epochs",
-    "prompts",
-    "epochs",
-    "minibatches",
-    "tokens_per_microbatch",
-    "episode_timeout",
-    "max_failed",
-    "dynamic_sampling",
-    "max_filtered",
-    "oversample",
-    "max_lag",
-    "partial",
-    "stale_kv",
-    "linger",
-    # the processes
-    "engines",
-    "engine_tp",
-    "engine_memory",
-    "engine_timeout",
-    "runners",
-    "server_host",
-    "ray_address",
-    "refit_bucket_mb",
-    "refit_timeout",
-    "ep",
-    "offload",
-    "checkpoint_activations",
-    # what is learnt from the rows
-    "max_gap",
-    "gamma",
-    "lam",
-    "whiten",
-    "reward_clip",
-    "reward_weights",
-    "overlong",
-    "bootstrap_truncated",
-    "ref_model",
-    "kl_coef",
-    "kl_type",
-    "kl_loss",
-    "kl_target",
-    "kl_horizon",
-    "loss",
-    "clip_low",
-    "clip_high",
-    "sapo_tau",
-    "dppo_delta",
-    "entropy_coef",
-    "balance_coef",
-    "value_clip",
-    "dual_clip",
-    "is_level",
-    "is_mode",
-    "is_band",
-    "is_denominator",
-    "loss_agg",
-    "loss_length",
-    "old",
-    # the optimizer's steps
-    "lr",
-    "schedule",
-    "warmup",
-    "weight_decay",
-    "betas",
-    "max_grad_norm",
-    "critic_lr",
-    "critic_warmup_steps",
-    # what is written, and evaluated
-    "save_rollouts",
-    "save_every",
-    "save_timeout",
-    "keep",
-    "wandb",
-    "eval_data",
-    "eval_every",
-    "eval_at_start",
-    "eval_samples",
-    "eval_temperature",
-    "eval_solved",
-)
-# It is of no consequence:
+# It is of no consequence. Every other flag may change, and is told:
 UNTOLD = "out", "resume", "resume_data", "show_every", "eval_only"
 
 LOCK = ".lock"  # of a folder of a run: the kernel's lock is on it
@@ -774,6 +690,19 @@ class Metadata(pickle.Unpickler):
         if name not in NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which could be executed")
         return super().find_class(module, name)
+
+
+def metrics_until(path: Path, step: int) -> tuple[list[bytes], list[int]]:
+    """(lines of a metrics.jsonl up to a step, since later ones will be run again; the numbers, from
+    1, of those that are no metrics)."""
+    kept, broken = [], []
+    for i, line in enumerate(path.read_bytes().splitlines()):
+        try:
+            if json.loads(line.decode())["step"] <= step:
+                kept.append(line)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            broken.append(i + 1)
+    return kept, broken
 
 
 def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> None:

@@ -97,6 +97,19 @@ def plan(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     return [d + [[]] * (max(map(len, dealt)) - len(d)) for d in dealt]
 
 
+def deal(cfg, batch: dict, world: int) -> None:
+    """Cut a batch into minibatches of whole groups, each into micro-batches per rank: batch["plan"][minibatch][rank].
+
+    batch["sizes"] has the rollouts of each minibatch, those without a row too.
+    """
+    groups, batch["plan"], batch["sizes"] = [r["group"] for r in batch["rollouts"]], [], []
+    for part in np.array_split(np.unique(groups), cfg.minibatches):
+        batch["sizes"].append(int(np.isin(groups, part).sum()))
+        rows = [i for i, row in enumerate(batch["rows"]) if groups[row["rollout"]] in part]
+        dealt = plan([batch["rows"][i]["tokens"] for i in rows], world, cfg.tokens_per_microbatch)
+        batch["plan"].append([[[rows[i] for i in micro] for micro in rank] for rank in dealt])
+
+
 def pack(segments: list[Segment], rows: list[int], owners: list[int] | None = None) -> MicroBatch:
     """Pad `rows` of `segments` into one micro-batch on the CPU. No rows give one dummy row that trains nothing.
 
@@ -797,3 +810,16 @@ def clip_gradients(cfg, replay: Replay, mesh) -> float:
         device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh, ep_axis_name="ep", dp_group_size=world
     )
     return float(scale_grads_and_clip_grad_norm(cfg.max_grad_norm, [replay.model], **where))
+
+
+def take(cfg, learner: Learner, lost: torch.Tensor) -> float:
+    """An optimizer step on gradients clipped to --max_grad_norm; returns their norm before. Where
+    that is not finite, or the loss of
+    a rank, whose `lost` is then nan and not 0, the step is left out, and the answer is nan."""
+    norm = clip_gradients(cfg, learner.replay, learner.mesh)
+    dist.all_reduce(lost)
+    norm += float(lost)
+    if math.isfinite(norm):
+        learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    return norm

@@ -27,7 +27,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from multiprocessing import resource_tracker
@@ -1256,6 +1256,35 @@ def tools_of(row: dict) -> list[dict]:
     """The function schemas of a row, which may be written as a text of JSON."""
     tools = row.get("tools") or []
     return json.loads(tools) if isinstance(tools, str) else tools
+
+
+def check_data(cfg, flag: str, data: str, agent: Callable | None = None) -> list[dict]:
+    """The rows of --data or --eval_data. agent: what makes an agent, where --agent_cmd has to carry each prompt.
+
+    Raises BadInput with the flag, the file, the row and the fix.
+    """
+    name, labels, rows = f"--{flag} {data}", 0, load_rows(data, cfg.prompt_key, f"--{flag}")
+    for i, row in enumerate(rows):
+        labelled = column(row, cfg.label_key) is not None
+        labels += labelled
+        with bad_input(f"{name}: row {i}"):
+            messages, turns, _ = canonical(column(row, cfg.prompt_key), tools_of(row))
+            if not any(t.text or t.role == "assistant" and t.calls for t in turns):
+                raise ValueError(f"its {cfg.prompt_key!r} has no text; fill it in")
+            if cfg.estimator != "sft":
+                begun(turns)
+            elif not labelled and not any(t.role == "assistant" for t in turns):
+                lack = f"no assistant message and no {cfg.label_key!r} to learn"
+                raise BadInput(f"{name}: row {i} has {lack}")
+        if agent and cfg.agent_cmd:
+            try:
+                agent().prompt(messages)
+            except BadInput as e:
+                raise BadInput(f"{name}: row {i}: {e}") from None
+    if not labels and cfg.label_key != "label":
+        fix = f"the first has only {list(rows[0])}; set --label_key"
+        raise BadInput(f"{name}: no row has a {cfg.label_key!r}, {fix}")
+    return rows
 
 
 @lru_cache(4)

@@ -103,6 +103,7 @@ from refit import (
     hold,
     load_checkpoint,
     made_with,
+    metrics_until,
     newest,
     pool_of,
     save_checkpoint,
@@ -115,11 +116,11 @@ from replay import (
     build_reference,
     check_identity,
     check_model,
-    clip_gradients,
+    deal,
     pack,
-    plan,
+    take,
 )
-from rollout import DEATHS, begun, canonical, column, launch, load_rows, tools_of
+from rollout import DEATHS, check_data, launch, load_rows
 from server import Chat
 
 # Slow imports (transformers 3 s, AutoModel 15 s) stand in the functions that need them, so that engines start first.
@@ -888,35 +889,6 @@ def refuse_run(cfg: Config, world: int) -> None:
     )
 
 
-def check_data(cfg: Config, flag: str, data: str, agent: Callable | None = None) -> list[dict]:
-    """The rows of --data or --eval_data. agent: what makes an agent, where --agent_cmd has to carry each prompt.
-
-    Raises BadInput with the flag, the file, the row and the fix.
-    """
-    name, labels, rows = f"--{flag} {data}", 0, load_rows(data, cfg.prompt_key, f"--{flag}")
-    for i, row in enumerate(rows):
-        labelled = column(row, cfg.label_key) is not None
-        labels += labelled
-        with bad_input(f"{name}: row {i}"):
-            messages, turns, _ = canonical(column(row, cfg.prompt_key), tools_of(row))
-            if not any(t.text or t.role == "assistant" and t.calls for t in turns):
-                raise ValueError(f"its {cfg.prompt_key!r} has no text; fill it in")
-            if cfg.estimator != "sft":
-                begun(turns)
-            elif not labelled and not any(t.role == "assistant" for t in turns):
-                lack = f"no assistant message and no {cfg.label_key!r} to learn"
-                raise BadInput(f"{name}: row {i} has {lack}")
-        if agent and cfg.agent_cmd:
-            try:
-                agent().prompt(messages)
-            except BadInput as e:
-                raise BadInput(f"{name}: row {i}: {e}") from None
-    if not labels and cfg.label_key != Config.label_key:
-        fix = f"the first has only {list(rows[0])}; set --label_key"
-        raise BadInput(f"{name}: no row has a {cfg.label_key!r}, {fix}")
-    return rows
-
-
 def check_inputs(cfg: Config, given: set[str] | None = None) -> list[dict]:
     """Look at the files before any process starts; returns the data rows. given: as in `validate`.
 
@@ -1016,19 +988,6 @@ SHOWN = {  # in the console's line of a step, those that the run has
     "clip": ("loss/clip_share", ".3f"),
     "grad": ("optim/grad_norm", ".2f"),
 }
-
-
-def metrics_until(path: Path, step: int) -> tuple[list[bytes], list[int]]:
-    """(lines of a metrics.jsonl up to a step, since later ones will be run again; the numbers, from
-    1, of those that are no metrics)."""
-    kept, broken = [], []
-    for i, line in enumerate(path.read_bytes().splitlines()):
-        try:
-            if json.loads(line.decode())["step"] <= step:
-                kept.append(line)
-        except (ValueError, LookupError, TypeError, RecursionError):
-            broken.append(i + 1)
-    return kept, broken
 
 
 class Screen(Console):
@@ -1199,19 +1158,6 @@ def score(replay: Replay, micros: list, meter: Meter, temperature: float | None 
             meter.add(observe(replay, micro, logprobs, entropy))
 
 
-def deal(cfg: Config, batch: dict, world: int) -> None:
-    """Cut a batch into minibatches of whole groups, each into micro-batches per rank: batch["plan"][minibatch][rank].
-
-    batch["sizes"] has the rollouts of each minibatch, those without a row too.
-    """
-    groups, batch["plan"], batch["sizes"] = [r["group"] for r in batch["rollouts"]], [], []
-    for part in np.array_split(np.unique(groups), cfg.minibatches):
-        batch["sizes"].append(int(np.isin(groups, part).sum()))
-        rows = [i for i, row in enumerate(batch["rows"]) if groups[row["rollout"]] in part]
-        dealt = plan([batch["rows"][i]["tokens"] for i in rows], world, cfg.tokens_per_microbatch)
-        batch["plan"].append([[[rows[i] for i in micro] for micro in rank] for rank in dealt])
-
-
 def credit(cfg: Config, batch: dict, micros: list, meter: Meter) -> None:
     """Fill in the advantages of this rank's micro-batches, and the critic's targets; moments are taken over all ranks."""
 
@@ -1348,19 +1294,6 @@ def balance(replay: Replay, micro, load: torch.Tensor) -> torch.Tensor:
     return torch.stack(
         [loss.balance_loss(p, micro.real, n, t) for p, n, t in zip(probs, load, tokens)]
     ).mean()
-
-
-def take(cfg: Config, learner: Learner, lost: torch.Tensor) -> float:
-    """An optimizer step on gradients clipped to --max_grad_norm; returns their norm before. Where
-    that is not finite, or the loss of
-    a rank, whose `lost` is then nan and not 0, the step is left out, and the answer is nan."""
-    norm = clip_gradients(cfg, learner.replay, learner.mesh)
-    dist.all_reduce(lost)
-    norm += float(lost)
-    if math.isfinite(norm):
-        learner.optimizer.step()
-    learner.optimizer.zero_grad()
-    return norm
 
 
 def learn(

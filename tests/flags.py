@@ -18,7 +18,8 @@ MODULES = ["agent", "server", "rollout", "replay", "estimator", "loss", "refit",
 BEGIN, END = "<!-- every flag: python tests/flags.py -->", "<!-- end of every flag -->"
 # they read a flag to check it or to make it whole, and are named only where nobody else reads it
 CHECKS = re.compile(
-    r"train:(parse|validate|refuse_\w+|check_inputs|check_data|check_limits|Config.__post_init__)$"
+    r"train:(parse|validate|refuse_\w+|check_inputs|check_limits|Config.__post_init__)$"
+    r"|rollout:check_data$|replay:check_model$"
 )
 SETS = re.compile(
     r"(Config|SimpleNamespace|replace|dict|config|pool|episode|check|update|Client|serving)$"

@@ -25,6 +25,7 @@ from test_run import finish, metrics, start
 
 import agent as agents
 import estimator
+import replay
 import rollout
 import train
 from agent import BadInput, ChatAgent, CommandAgent, Env, Result, Single, Task
@@ -875,7 +876,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out_though_its_gradient_is(
 ):
     steps = []
     step = SimpleNamespace(step=lambda: steps.append(1), zero_grad=lambda: None)
-    monkeypatch.setattr(train, "clip_gradients", lambda *_: 1.0)
+    monkeypatch.setattr(replay, "clip_gradients", lambda *_: 1.0)
     learner = train.Learner(None, None, step, None)
     assert train.take(Config(), learner, torch.zeros(())) == 1.0 and steps == [1]
     for bad in (math.nan, math.inf):

@@ -15,6 +15,7 @@ from test_replay import segment
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import replay
 import train
 from replay import MicroBatch, Replay, Router, build_model, pack
 
@@ -196,7 +197,7 @@ def slope_agrees(**how) -> bool:
 @pytest.fixture(autouse=True)
 def one_rank(process_group, monkeypatch):
     """Without AutoModel's clipping, which takes seconds to import."""
-    monkeypatch.setattr(train, "clip_gradients", lambda cfg, replay, mesh: 1.0)
+    monkeypatch.setattr(replay, "clip_gradients", lambda cfg, replay, mesh: 1.0)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -421,7 +421,7 @@ def test_a_batch_has_as_many_optimizer_steps_as_epochs_times_minibatches(process
 def test_gradients_are_clipped_to_their_norm(process_group, limit, left):
     scorer = Scorer(10.0)
     scorer.model.weight.grad = torch.full_like(scorer.model.weight, 10.0)
-    norm = train.clip_gradients(Config(max_grad_norm=limit), scorer, NO_MESH)
+    norm = replay.clip_gradients(Config(max_grad_norm=limit), scorer, NO_MESH)
     assert norm == pytest.approx(10.0) and float(scorer.model.weight.grad) == pytest.approx(
         left, rel=1e-5
     )
