@@ -380,8 +380,8 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("checkpoint-"))
 
 
-def hold(out: str, wait: float = LOCK_TIMEOUT) -> None:
-    """Be the only run in the folder `out` until this process ends, or raise BadInput.
+def hold(out: str, wait=LOCK_TIMEOUT) -> None:
+    """Be the only run in the folder `out` until this process ends, or raise BadInput after `wait` seconds.
 
     The kernel frees the lock with the process. Children do not inherit it, so that one which lives
     longer blocks nobody. Where the file system has no locks this is told, and the run goes on.
