@@ -39,8 +39,9 @@ class BadInput(ValueError):
 
 @contextlib.contextmanager
 def bad_input(what: str):
-    """Whatever looking at an input of the user's raises is a fault of the input: BadInput that says `what` was looked at and the
-    cause in one line, with the place in the user's own Python file. A message that names its flag stays; so does Ctrl-C."""
+    """Whatever looking at an input of the user's raises is a fault of the input: BadInput that says
+    `what` was looked at and the cause in one line, with the place in the user's own Python file. A
+    message that names its flag stays; so does Ctrl-C."""
     try:
         yield
     except (BadInput, KeyboardInterrupt):
@@ -53,7 +54,8 @@ def bad_input(what: str):
 
 
 def place(error: BaseException) -> str:
-    """Where a file that is neither this project's, Python's nor an installed one raised, " (file, line n)", or empty."""
+    """Where a file that is neither this project's, Python's nor an installed one raised, " (file,
+    line n)", or empty."""
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     here = os.path.dirname(os.path.abspath(__file__))
     frames = [

@@ -529,7 +529,8 @@ def unfit(cfg: Config, world: int) -> list[tuple]:
 
 
 def check_rows(cfg: Config, flag: str, data: str) -> list[dict]:
-    """The rows of --data or --eval_data. Raises BadInput with the flag, the file, the row and the fix."""
+    """The rows of --data or --eval_data. Raises BadInput with the flag, the file, the row and the
+    fix."""
     name, labels, rows = f"--{flag} {data}", 0, load_rows(data, cfg.prompt_key, f"--{flag}")
     for i, row in enumerate(rows):
         labelled = column(row, cfg.label_key) is not None
