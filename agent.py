@@ -52,8 +52,9 @@ class BadInput(ValueError):
 
 @contextlib.contextmanager
 def bad_input(what: str):
-    """Whatever looking at an input of the user's raises is a fault of the input: BadInput that says `what` was looked at and the
-    cause in one line, with the place in the user's own Python file. A message that names its flag stays; so does Ctrl-C."""
+    """Whatever looking at an input of the user's raises is a fault of the input: BadInput that says
+    `what` was looked at and the cause in one line, with the place in the user's own Python file. A
+    message that names its flag stays; so does Ctrl-C."""
     try:
         yield
     except (BadInput, KeyboardInterrupt):

@@ -942,7 +942,8 @@ class Rollouts:
         raise RuntimeError(f"a Runner has died {RUNNER_DEATHS} times while it played one group")
 
     def tasks(self, row: dict, seeds: list[int]) -> list[Task]:
-        """One task of a row for each seed. Its messages are the row's, with a text for each content."""
+        """One task of a row for each seed. Its messages are the row's, with a text for each
+        content."""
         cfg, tools, label = self.cfg, tools_of(row), column(row, self.cfg.label_key)
         messages, turns, _ = canonical(column(row, cfg.prompt_key))
         # a tool's picture is for whoever can see it
@@ -1118,10 +1119,11 @@ PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def load_rows(data: str, prompt_key: str, flag: str = "--data") -> list[dict]:
-    """All rows of a file or a hub dataset, just as it has them; raises BadInput naming the flag, the file and the bad row.
+    """All rows of a file or a hub dataset, just as it has them; raises BadInput naming the flag,
+    the file and the bad row.
 
-    jsonl and json arrive as json.loads gives them, parquet and a dataset as their schema says, without the nulls that Arrow
-    puts into prompts and tools.
+    jsonl and json arrive as json.loads gives them, parquet and a dataset as their schema says,
+    without the nulls that Arrow puts into prompts and tools.
     """
     name = f"{flag} {data}"
     with bad_input(name):
@@ -1141,7 +1143,8 @@ def load_rows(data: str, prompt_key: str, flag: str = "--data") -> list[dict]:
 
 
 def read_rows(data: str, clean: set[str]) -> list:
-    """Rows of a file by its suffix, in either case, or of the split "train" of a hub dataset or a folder like one."""
+    """Rows of a file by its suffix, in either case, or of the split "train" of a hub dataset or a
+    folder like one."""
     root, kind = os.path.splitext(data.lower())
     packed = PACKED.get(kind)
     kind = os.path.splitext(root)[1] if packed else kind
@@ -1161,7 +1164,8 @@ def read_rows(data: str, clean: set[str]) -> list:
 
 
 def read_json(path: str, opened=open) -> list:
-    """Rows of a file with a JSON object on each line or with one list of them, as json.loads gives them."""
+    """Rows of a file with a JSON object on each line or with one list of them, as json.loads gives
+    them."""
     rows = []
     with opened(path, "rb") as file:
         for n, line in enumerate(file, 1):
@@ -1187,8 +1191,9 @@ def read_parquet(path: str, clean: set[str]) -> list[dict]:
 
 
 def read_dataset(name: str, clean: set[str]) -> list:
-    """Rows of a hub dataset, or of a folder that is laid out as one, as the schema that it declares says. Of one that is made of
-    json files and declares none the files are read, since `datasets` would infer a schema."""
+    """Rows of a hub dataset, or of a folder that is laid out as one, as the schema that it declares
+    says. Of one that is made of json files and declares none the files are read, since `datasets`
+    would infer a schema."""
     from datasets import DownloadManager, disable_progress_bars, load_dataset, load_dataset_builder
     from datasets.exceptions import DatasetGenerationError
     from datasets.packaged_modules.json.json import Json
@@ -1211,7 +1216,8 @@ def read_dataset(name: str, clean: set[str]) -> list:
 
 
 def arrow_rows(table, clean: set[str]) -> list[dict]:
-    """Rows of an Arrow table. clean: dotted names of what loses the nulls that Arrow fills objects up with."""
+    """Rows of an Arrow table. clean: dotted names of what loses the nulls that Arrow fills objects
+    up with."""
     columns, roots = [], clean | {name.partition(".")[0] for name in clean}
     for kind, values in zip(table.schema, table.columns):
         values = values.to_pylist(maps_as_pydicts="strict")
@@ -1222,8 +1228,9 @@ def arrow_rows(table, clean: set[str]) -> list[dict]:
 
 
 def native(value, kind, clean: set[str], name: str, drop: bool = False):
-    """A value of the Arrow type `kind`, its texts of JSON read. Where a null stands for "there is none", and not for what
-    somebody has written, it is in an entry of a struct; those are dropped in `clean` columns."""
+    """A value of the Arrow type `kind`, its texts of JSON read. Where a null stands for "there is
+    none", and not for what somebody has written, it is in an entry of a struct; those are dropped
+    in `clean` columns."""
     import pyarrow as pa
 
     drop = drop or name in clean
@@ -1244,7 +1251,8 @@ def native(value, kind, clean: set[str], name: str, drop: bool = False):
 
 
 def column(row: dict, key: str):
-    """The value of a column; of a.b, where no column has that name, entry b of column a. None where there is none."""
+    """The value of a column; of a.b, where no column has that name, entry b of column a. None where
+    there is none."""
     if key in row:
         return row[key]
     for name in key.split("."):
@@ -1299,10 +1307,12 @@ def order(cfg, n: int, position: int) -> int:
 
 
 def canonical(prompt, tools=()) -> tuple[list[dict], list[In | As], list[dict]]:
-    """Messages of a row, an Env or a demonstration, with what `read_chat` makes of them and of the tools, as it does of a
-    client's: (messages in JSON's own types, a turn for each, function schemas).
+    """Messages of a row, an Env or a demonstration, with what `read_chat` makes of them and of the
+    tools, as it does of a client's: (messages in JSON's own types, a turn for each, function
+    schemas).
 
-    prompt: what a user says, or chat messages. Raises ValueError, which names the message and what is wrong with it.
+    prompt: what a user says, or chat messages. Raises ValueError, which names the message and what
+    is wrong with it.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -1336,7 +1346,8 @@ def canonical(prompt, tools=()) -> tuple[list[dict], list[In | As], list[dict]]:
 
 
 def as_json(value):
-    """What json does not know: numpy's scalars and arrays, else a text, as of a date that no template reads."""
+    """What json does not know: numpy's scalars and arrays, else a text, as of a date that no
+    template reads."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -1352,8 +1363,8 @@ def is_plain(m) -> bool:
 
 
 def begun(turns: list[In | As]) -> str:
-    """What the assistant says at the end of messages: the text that the policy goes on from, "" where there is none. Raises
-    ValueError where it cannot."""
+    """What the assistant says at the end of messages: the text that the policy goes on from, ""
+    where there is none. Raises ValueError where it cannot."""
     *before, last = turns
     if last.role != "assistant":
         return ""
@@ -1369,9 +1380,9 @@ READ += ("tool_call_id", "provider_specific_fields")
 
 
 def heard(chat: Chat, method: str, prompt, last: int | None = None) -> list[int]:
-    """Ids of the messages that a method of an Env returned: a whole prompt, or what follows a reply whose `last` id is given.
-    Where they end with the assistant the policy goes on from its text, as it does for a client. Raises ValueError that names
-    the method."""
+    """Ids of the messages that a method of an Env returned: a whole prompt, or what follows a reply
+    whose `last` id is given. Where they end with the assistant the policy goes on from its text, as
+    it does for a client. Raises ValueError that names the method."""
     try:
         messages, turns, _ = canonical(prompt)
         text, forest = begun(turns), Forest(chat, None, None, 0, 0, {})

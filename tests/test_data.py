@@ -1,4 +1,5 @@
-"""What rows are and where they go: files as they are, messages in one form, and faults of either named before the start."""
+"""What rows are and where they go: files as they are, messages in one form, and faults of either
+named before the start."""
 
 import asyncio
 import bz2
