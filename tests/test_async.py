@@ -7,10 +7,12 @@ import pytest
 import torch
 from test_run import finish, metrics, start
 from tiny import upcycle
+from transformers import AutoTokenizer
 
 import train
 from agent import read_batch
 from replay import pack
+from server import Chat
 
 pytestmark = pytest.mark.e2e
 STEPS, LAG = 6, 2
@@ -127,6 +129,20 @@ def test_every_token_is_stamped_with_the_version_whose_weights_give_its_log_prob
         f"{checked} tokens, {len(mixed)} of {len(segments)} rows of several versions, {len(inside)} within a reply"
     )
     assert len(inside) >= 3 and all((np.diff(s.versions[s.mask]) >= 0).all() for s in segments)
+
+
+def test_replies_whose_text_encodes_to_other_ids_are_counted_as_a_recount_of_the_rows_finds(
+    asynchronous,
+):
+    chat, found = Chat(AutoTokenizer.from_pretrained(model_of(asynchronous))), 0
+    paths = sorted(asynchronous.glob("rollouts/*.jsonl"))
+    for path, row in zip(paths, metrics(asynchronous), strict=True):
+        segments = read_batch(path)[1]
+        replies = [s.tokens[a:b].tolist() for s in segments for a, b, _ in s.replies]
+        other = sum(chat.encode(chat.tokenizer.decode(ids)) != ids for ids in replies)
+        assert row["rollouts/retokenised"] == other / len(replies)
+        found += other
+    assert found > 0  # of hundreds of replies of a random model, which are no text
 
 
 def test_batches_from_files_are_trained_as_they_were_without_an_engine(asynchronous, tmp_path):
