@@ -55,7 +55,11 @@ def cluster():
         runtime_env={"env_vars": env},
         log_to_driver=False,
     )
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ray, "shutdown", lambda: None
+        )  # of a main() that a test calls in this process
+        yield
     ray.shutdown()
 
 
